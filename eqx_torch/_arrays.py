@@ -183,9 +183,6 @@ def _convert_leaves(convert: Callable[[Any], Any], leaf_type: type, tree: PyTree
     return jax.tree.map_with_path(convert_leaf, tree)
 
 
-# Torch to JAX.
-
-
 def _share_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> jax.Array:
     tensor = _row_major(tensor.detach().to(dtype))
     if tensor.is_pinned():
@@ -254,9 +251,6 @@ def _why_no_memory(tensor: torch.Tensor) -> str | None:
     return None
 
 
-# JAX to torch.
-
-
 def _one_shard(array: jax.Array) -> jax.Array:
     shape_and_dtype = f"{array.dtype}[{','.join(map(str, array.shape))}]"
     if isinstance(array, Tracer):
@@ -295,9 +289,6 @@ def _torch_device(array: jax.Array) -> torch.device:
     if device.platform == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", device.local_hardware_id)
-
-
-# Both.
 
 
 def _check_via(via: str) -> None:

@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import weakref
 
@@ -210,6 +211,27 @@ def test_pinned_tensors_are_copied(monkeypatch):
     assert_trees_equal(array, tensor, exact=True)
 
 
+def test_cuda_tensors_are_exported_with_their_device_current(monkeypatch):
+    entered = []
+
+    @contextlib.contextmanager
+    def enter(device):
+        entered.append(device)
+        yield
+        entered.append("left")
+
+    export = jax.dlpack.from_dlpack
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(
+        jax.dlpack, "from_dlpack", lambda t: (entered.append("export"), export(t))[1]
+    )
+    tensor = torch.ones(3)
+    array = t2j(tensor)
+    assert entered == [tensor.device, "export", "left"]
+    assert_trees_equal(array, np.ones(3, np.float32), exact=True)
+
+
 def test_the_source_is_unchanged():
     parameter = torch.nn.Parameter(torch.ones(3))
     t2j(parameter)
@@ -239,9 +261,11 @@ def test_tensor_keeps_the_memory_of_the_array():
     assert_trees_equal(tensor, expected, exact=True)
 
 
-def test_donating_an_array_leaves_its_tensor_alone():
-    array = jnp.arange(1000.0) * 1
-    tensor = j2t(array)
+@pytest.mark.parametrize("start", [jnp.arange, torch.arange])
+def test_donating_an_array_leaves_its_tensor_alone(start):
+    source = start(1000.0) * 1
+    tensor = j2t(source) if start is jnp.arange else source
+    array = source if start is jnp.arange else t2j(source)
     expected = tensor.clone()
     jax.jit(lambda x: x + 1, donate_argnums=0)(array).block_until_ready()
     assert_trees_equal(tensor, expected, exact=True)
