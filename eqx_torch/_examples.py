@@ -14,7 +14,7 @@ import torch
 from ._ambient import Ambient
 from ._dtypes import canonical_dtype, dtype_j2t, dtype_t2j
 from ._errors import InputError
-from ._invoke import Arguments, Infer, Restored, is_array
+from ._invoke import Arguments, Infer, is_array, Restored
 from ._program import Site, Spec, Static
 from ._trees import flatten
 

@@ -11,9 +11,10 @@ import jax
 from ._errors import InputError
 from ._examples import Examples
 from ._invoke import Arguments, invoke
-from ._program import PROCESS_LOCK, Compiled, Lock, TorchFunction, VmapMethod
+from ._program import Compiled, Lock, PROCESS_LOCK, TorchFunction, VmapMethod
 from ._shapes import Inference, OutputShapes
 from ._trees import flatten
+
 
 _VMAP_METHODS = ("torch", "sequential", "broadcast_all", "expand_dims")
 
@@ -151,7 +152,8 @@ class _NonDiff:
             positions = {i % len(args) for i in self._argnums}
             prefix: Any = tuple(i in positions for i in range(len(args)))
         else:
-            prefix = self._mask if isinstance(self._mask, bool) else tuple(self._mask)
+            mask = self._mask
+            prefix = tuple(mask) if isinstance(mask, list) else mask
         try:
             return jax.tree.leaves(jax.tree.broadcast(prefix, like))
         except ValueError as error:

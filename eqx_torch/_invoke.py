@@ -19,11 +19,13 @@ from ._dtypes import canonical_dtype, dtype_j2t
 from ._errors import DtypeError, InputError
 from ._probe import Outputs
 from ._program import Leaf, Site, Spec, Static, TorchFunction
-from ._sharding import Plan, local_spec, out_spec_list, plan, shard_map
+from ._sharding import local_spec, out_spec_list, Plan, plan, shard_map
 from ._trees import flatten, leaf_paths
+
 
 Infer: TypeAlias = Callable[[Site, tuple[Spec, ...]], Outputs]
 Restored: TypeAlias = tuple[torch.dtype | None, ...]
+
 
 class Arguments:
     """The arguments of one call, taken apart.
@@ -59,13 +61,16 @@ class Arguments:
                     "`eqx_torch.t2j(x)`, or call the torch function itself."
                 )
 
+
 def is_array(x: Any) -> bool:
     """Whether an argument is traced."""
     return isinstance(x, jax.Array | np.ndarray | np.generic)
 
+
 def spec_of(x: Any) -> Spec:
     """The shape and dtype of an array."""
     return Spec(tuple(x.shape), canonical_dtype(x.dtype))
+
 
 def invoke(
     function: TorchFunction,
@@ -113,6 +118,7 @@ def invoke(
     results = call(leaf, *arrays) if split is None else _sharded(leaf, split, out_specs, arrays)
     return outputs.structure.unflatten(results)
 
+
 def _sharded(leaf: Leaf, split: Plan, out_specs: Any, arrays: Sequence[Any]) -> list[Any]:
     name = leaf.name
     specs = out_spec_list(name, out_specs, leaf.structure)
@@ -129,8 +135,10 @@ def _sharded(leaf: Leaf, split: Plan, out_specs: Any, arrays: Sequence[Any]) -> 
     )
     return shard_map(split, lambda *shards: call(local, *shards), specs, arrays)
 
+
 def _as_jax(x: Any) -> Any:
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
 
 def _checked_spec(x: Any) -> Spec:
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
@@ -140,5 +148,3 @@ def _checked_spec(x: Any) -> Spec:
         )
     dtype_j2t(x.dtype)
     return Spec(tuple(x.shape), np.dtype(x.dtype))
-
-__all__ = ["Arguments", "Structure", "invoke", "is_array", "spec_of"]

@@ -17,6 +17,7 @@ import torch
 
 from ._compat import TorchDispatchMode, without_modes
 
+
 # These write running statistics without saying so in their schema.
 _SILENT_WRITERS = frozenset(
     ["aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"]

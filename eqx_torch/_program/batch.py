@@ -11,6 +11,7 @@ from .._compat import cached_weakly
 from .._dtypes import dtype_j2t
 from .base import Derived, Program, Spec, Tensors
 
+
 Axes = tuple[int | None, ...]
 
 
@@ -36,11 +37,11 @@ class Vmap(Derived):
     def outs(self) -> tuple[Spec, ...]:
         return _batched_specs(self.inner.outs, self.out_axes, self.size)
 
-    @property
+    @functools.cached_property
     def linear(self) -> frozenset[int]:
         return self.inner.linear
 
-    @property
+    @functools.cached_property
     def order(self) -> int:
         return self.inner.order
 

@@ -5,12 +5,11 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from .._watch import Watch, untouched
+from .._watch import untouched, Watch
+from .site import Site
 
-if TYPE_CHECKING:
-    from .leaf import Site
 
 VmapMethod: TypeAlias = Literal["torch", "sequential", "broadcast_all", "expand_dims"]
 Lock: TypeAlias = contextlib.AbstractContextManager[Any]
@@ -28,7 +27,7 @@ class Findings:
         batching_fails: whether `torch.func.vmap` has failed where a loop worked.
     """
 
-    written: "dict[Site, frozenset[int]]" = dataclasses.field(default_factory=dict)
+    written: dict[Site, frozenset[int]] = dataclasses.field(default_factory=dict)
     forward_mode_fails: bool = False
     batching_fails: bool = False
 
@@ -82,7 +81,7 @@ class TorchFunction:
         with untouched(self.python):
             yield lambda args, kwargs: self.python(*args, **kwargs)
 
-    def learn(self, site: "Site", written: frozenset[int], watch: Watch) -> None:
+    def learn(self, site: Site, written: frozenset[int], watch: Watch) -> None:
         """Takes note of what a trial has shown."""
         del watch
         self.findings.written[site] = written
