@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
 
@@ -12,6 +10,14 @@ from .._errors import ModuleError
 
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_DROPOUTS = (
+    torch.nn.Dropout,
+    torch.nn.Dropout1d,
+    torch.nn.Dropout2d,
+    torch.nn.Dropout3d,
+    torch.nn.AlphaDropout,
+    torch.nn.FeatureAlphaDropout,
+)
 
 
 def changing_buffers(module: torch.nn.Module) -> set[str]:
@@ -63,7 +69,7 @@ def check_convertible(module: torch.nn.Module) -> None:
 
 def _own_changing(layer: torch.nn.Module) -> list[str]:
     buffers = layer._buffers
-    if isinstance(layer, _NormBase):
+    if getattr(layer, "track_running_stats", False):
         return [name for name in _STATISTICS if buffers.get(name) is not None]
     if type(layer).__name__ == "_SpectralNorm":
         return [name for name in ("_u", "_v") if name in buffers]
@@ -72,7 +78,7 @@ def _own_changing(layer: torch.nn.Module) -> list[str]:
 
 
 def _draws(layer: torch.nn.Module) -> bool:
-    if isinstance(layer, _DropoutNd):
+    if isinstance(layer, _DROPOUTS):
         return layer.p > 0
     if isinstance(layer, torch.nn.RReLU):
         return True
