@@ -39,13 +39,14 @@ def filter_shard_map(
         >>> from jax.sharding import PartitionSpec as P
         >>> mesh = jax.make_mesh((1,), ("x",))
         >>> linear = eqx.nn.Linear(3, 2, key=jax.random.key(0))
+        >>> x = jax.device_put(jnp.ones((4, 3)), jax.NamedSharding(mesh, P("x")))
         >>> call = filter_shard_map(
         ...     lambda model, x: jax.vmap(model)(x),
         ...     mesh=mesh,
         ...     in_specs=(P(), P("x")),
         ...     out_specs=P("x"),
         ... )
-        >>> call(linear, jnp.ones((4, 3))).shape
+        >>> call(linear, x).shape
         (4, 2)
     """
     if f is None:
