@@ -27,6 +27,7 @@ def trainable(model: PyTree) -> PyTree:
     !!! example
 
         >>> import equinox as eqx, torch
+        >>> from eqx_torch import from_torch
         >>> layer = torch.nn.Linear(3, 2)
         >>> _ = layer.bias.requires_grad_(False)
         >>> trainable(from_torch(layer)).params
@@ -54,6 +55,7 @@ def stack_modules(models: Sequence[TorchModule]) -> TorchModule:
     !!! example
 
         >>> import equinox as eqx, jax.numpy as jnp, torch
+        >>> from eqx_torch import from_torch
         >>> ensemble = stack_modules([from_torch(torch.nn.Linear(3, 2)) for _ in range(4)])
         >>> call = eqx.filter_vmap(lambda model, x: model(x), in_axes=(eqx.if_array(0), None))
         >>> call(ensemble, jnp.ones(3)).shape

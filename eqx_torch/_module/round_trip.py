@@ -38,6 +38,7 @@ def to_torch(model: TorchModule, state: eqx.nn.State | None = None) -> torch.nn.
     !!! example
 
         >>> import torch
+        >>> from eqx_torch import from_torch
         >>> to_torch(from_torch(torch.nn.Linear(3, 2)))
         Linear(in_features=3, out_features=2, bias=True)
     """
@@ -76,6 +77,7 @@ def state_dict(model: TorchModule, state: eqx.nn.State | None = None) -> dict[st
     !!! example
 
         >>> import torch
+        >>> from eqx_torch import from_torch
         >>> list(state_dict(from_torch(torch.nn.Linear(3, 2))))
         ['weight', 'bias']
     """
@@ -104,6 +106,7 @@ def load_state_dict(
     !!! example
 
         >>> import torch
+        >>> from eqx_torch import from_torch
         >>> module = torch.nn.Linear(3, 2)
         >>> model = load_state_dict(from_torch(torch.nn.Linear(3, 2)), module.state_dict())
         >>> bool((state_dict(model)["weight"] == module.weight).all())
