@@ -1,22 +1,23 @@
 """Every private name of jaxtyping that eqx_torch uses, and why.
 
-jaxtyping parses an annotation such as `Float[Tensor, "batch 784"]` once, into attributes of the class it returns
-(`dims`, `dtypes`, `index_variadic`), and checks arrays against it in `isinstance`. eqx_torch checks the shapes and
-dtypes of arrays that are not there yet, and computes shapes of results, so it needs the parsed dimensions and the
-check of a bare shape. Neither is public. The rest of the library sees only what this file defines.
+jaxtyping parses an annotation such as `Float[Tensor, "batch 784"]` once, into attributes of the
+class it returns (`dims`, `dtypes`, `index_variadic`), and checks arrays against it in
+`isinstance`. eqx_torch checks the shapes and dtypes of arrays that are not there yet, and computes
+shapes of results, so it needs the parsed dimensions and the check of a bare shape. Neither is
+public. The rest of the library sees only what this file defines.
 """
 
 import contextlib
 import re
+import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxtyping import AbstractArray, PyTree
-from jaxtyping import AnnotationError as JaxtypingError
+from jaxtyping import AbstractArray, jaxtyped, PyTree
 
-# The parsed form of an annotation: sentinels and classes of its dimensions, and the check of single dimensions, by
-# which a message can say which of several is wrong.
+# The parsed form of an annotation: sentinels and classes of its dimensions, and the check of
+# single dimensions, by which a message can say which of several is wrong.
 from jaxtyping._array_types import (
     _anonymous_dim,
     _anonymous_variadic_dim,
@@ -28,18 +29,20 @@ from jaxtyping._array_types import (
     _SymbolicDim,
 )
 
-# `?name` has one value for each leaf of a tree; jaxtyping keeps the leaf's position in thread-local storage.
+# `?name` has one value for each leaf of a tree; jaxtyping keeps the leaf's position in thread-
+# local storage.
 from jaxtyping._storage import clear_treepath_memo, get_treepath_memo, set_treepath_memo
+
 
 __all__ = [
     "AbstractArray",
     "Dim",
-    "JaxtypingError",
     "check_dim",
     "check_shape",
     "dims",
     "dtype_names",
     "evaluate",
+    "is_checking_layer",
     "is_tree_annotation",
     "leaf_position",
     "leaf_prefix",
@@ -55,8 +58,8 @@ Variadic = dict[str, tuple[bool, tuple[int, ...]]]
 class Dim:
     """One dimension of an annotation as jaxtyping parsed it.
 
-    `kind` is `"fixed"` (`4`), `"name"` (`n`), `"names"` (`*n`), `"expression"` (`n-1`), `"any"` (`_`) or `"anys"`
-    (`...`); `value` is the size, the name or the expression.
+    `kind` is `"fixed"` (`4`), `"name"` (`n`), `"names"` (`*n`), `"expression"` (`n-1`), `"any"`
+    (`_`) or `"anys"` (`...`); `value` is the size, the name or the expression.
     """
 
     text: str
@@ -93,17 +96,25 @@ def dtype_names(annotation: type[AbstractArray]) -> tuple[str | re.Pattern[str],
 
 
 def check_shape(
-    annotation: type[AbstractArray], array: Any, single: Single, variadic: Variadic, arguments: Mapping[str, Any]
+    annotation: type[AbstractArray],
+    array: Any,
+    single: Single,
+    variadic: Variadic,
+    arguments: Mapping[str, Any],
 ) -> str:
     """Checks `array.shape`, adding the names it binds to `single` and `variadic`; returns the reason if it fails."""
     return annotation._check_shape(array, single, variadic, arguments)  # pyright: ignore[reportArgumentType]
 
 
 def check_dim(
-    annotation: type[AbstractArray], index: int, size: int, single: Single, arguments: Mapping[str, Any]
+    annotation: type[AbstractArray],
+    index: int,
+    size: int,
+    single: Single,
+    arguments: Mapping[str, Any],
 ) -> str:
     """`check_shape` for one dimension that is not variadic."""
-    return _check_dims([annotation.dims[index]], (size,), single, dict(arguments))  # pyright: ignore
+    return _check_dims([annotation.dims[index]], (size,), single, dict(arguments))  # pyright: ignore[reportArgumentType]
 
 
 def evaluate(expression: str, single: Single, arguments: Mapping[str, Any]) -> Any:
@@ -138,3 +149,13 @@ def leaf_position(index: int, structure: str | None) -> Iterator[None]:
 def leaf_prefix() -> str:
     """What jaxtyping puts before the name of a `?name` dimension at the current leaf."""
     return get_treepath_memo()
+
+
+def is_checking_layer(fn: types.FunctionType) -> bool:
+    """Whether `fn` is the wrapper that `jaxtyped(typechecker=...)` puts around a function.
+
+    Its variables tell it from the wrapper of `jaxtyped(typechecker=None)`, which checks nothing.
+    """
+    code = fn.__code__
+    ours = code.co_filename == jaxtyped.__code__.co_filename
+    return ours and "param_signature" in code.co_freevars

@@ -1,19 +1,19 @@
 """What one call binds: the value of every name in its annotations, and where each name got it.
 
-The dictionaries `single` and `variadic` are jaxtyping's own memo of a call, so its check of a shape reads and extends
-them. `origins` is kept next to them, for messages. A `#name` dimension of size 1 binds nothing in jaxtyping; if no
-other dimension binds the name, what was broadcast along it has size 1, which `settle` records.
+The dictionaries `single` and `variadic` are jaxtyping's own memo of a call, so its check of a
+shape reads and extends them. `origins` is kept next to them, for messages. A `#name` dimension of
+size 1 binds nothing in jaxtyping; if no other dimension binds the name, what was broadcast along
+it has size 1, which `settle` records.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.tree_util import PyTreeDef
-
-from .._compat_jaxtyping import Dim, check_dim, check_shape, evaluate, leaf_prefix
+from .._compat_jaxtyping import check_dim, check_shape, Dim, evaluate, leaf_prefix
 from .dtypes import Seen
 from .specs import Array
+from .structures import Structure
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,15 @@ class Bindings:
 
     **Attributes:**
 
-    - `names`: sizes of single names, tuples of sizes of variadic ones, tree structures of structure names.
+    - `names`: sizes of single names, tuples of sizes of variadic ones, tree structures of
+      structure names.
     - `origins`: for each of them the `Origin`.
     """
 
     arguments: Mapping[str, Any]
     single: dict[str, int] = field(default_factory=dict)
     variadic: dict[str, tuple[bool, tuple[int, ...]]] = field(default_factory=dict)
-    structures: dict[str, PyTreeDef] = field(default_factory=dict)
+    structures: dict[str, Structure] = field(default_factory=dict)
     origins: dict[str, Origin] = field(default_factory=dict)
     ones: dict[str, Origin] = field(default_factory=dict)
     seen: list[Seen] = field(default_factory=list)
@@ -72,7 +73,8 @@ class Bindings:
 
 
 def add_array(array: Array, value: Any, path: str, bindings: Bindings) -> bool:
-    """Checks the shape of `value` and binds its names; False, and nothing bound, if it does not match.
+    """Checks the shape of `value` and binds its names; False, and nothing bound, if it does not
+    match.
 
     Raises, with nothing bound, what an expression among the dimensions raises.
     """
@@ -91,7 +93,9 @@ def add_array(array: Array, value: Any, path: str, bindings: Bindings) -> bool:
     return True
 
 
-def add_dim(array: Array, index: int, size: int, path: str, position: int, bindings: Bindings) -> bool:
+def add_dim(
+    array: Array, index: int, size: int, path: str, position: int, bindings: Bindings
+) -> bool:
     """`add_array` for one dimension that is not variadic."""
     dim = array.dims[index]
     if check_dim(array.annotation, index, size, bindings.single, bindings.arguments) != "":
@@ -116,7 +120,8 @@ def key(dim: Dim) -> str:
 
 
 def dim_value(dim: Dim, bindings: Bindings) -> Any:
-    """What `dim` is: a size, a tuple of sizes if variadic, the value of an expression; None if nothing binds it.
+    """What `dim` is: a size, a tuple of sizes if variadic, the value of an expression; None if
+    nothing binds it.
 
     Raises whatever an expression raises.
     """

@@ -1,8 +1,9 @@
 """From something callable to the function that carries the annotations.
 
-A method, a `functools.partial`, a `torch.nn.Module` or a callable object is a function with some arguments already
-given. `target` finds the function and those arguments, and evaluates the annotations, each on its own: one that
-names something unknown at run time (as imports under `if TYPE_CHECKING`) leaves the others usable.
+A method, a `functools.partial`, a `torch.nn.Module` or a callable object is a function with some
+arguments already given. `target` finds the function and those arguments, and evaluates the
+annotations, each on its own: one that names something unknown at run time (as imports under `if
+TYPE_CHECKING`) leaves the others usable.
 """
 
 import functools
@@ -12,7 +13,7 @@ import types
 import typing
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jaxtyping
@@ -20,10 +21,15 @@ import torch
 
 from .._errors import AnnotationError
 
+
 Empty = inspect.Parameter.empty
 
-_DTYPES = "|".join(name for name in jaxtyping.__all__ if name[0].isupper())
-_OF_JAXTYPING = re.compile(rf"\b({_DTYPES})\[")
+_DTYPES = (
+    name
+    for name, value in vars(jaxtyping).items()
+    if isinstance(value, type(jaxtyping.AbstractDtype))
+)
+_OF_JAXTYPING = re.compile(rf"\b({'|'.join([*_DTYPES, 'PyTree'])})\[")
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Target:
     name: str
     signature: inspect.Signature
     args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = types.MappingProxyType({})
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Target":
         """The same function with more arguments given."""
@@ -54,14 +60,16 @@ def target(fn: Callable[..., Any]) -> Target | None:
         return target(fn.forward if original is None else original)
     if isinstance(fn, types.FunctionType):
         return _function(fn)
-    call = None if isinstance(fn, type) else getattr(fn, "__call__", None)
-    return target(call) if isinstance(call, types.MethodType) else None
+    call = inspect.getattr_static(type(fn), "__call__", None)
+    return target(types.MethodType(call, fn)) if isinstance(call, types.FunctionType) else None
 
 
 def evaluated(annotation: Any, owner: str, subject: str, scope: Mapping[str, Any]) -> Any:
-    """`annotation` with its strings evaluated in `scope`; `typing.Any` where a name in it is not defined.
+    """`annotation` with its strings evaluated in `scope`; `typing.Any` where a name in it is not
+    defined.
 
-    Raises AnnotationError if jaxtyping refuses the annotation. Warns if it is one of jaxtyping's that is dropped.
+    Raises AnnotationError if jaxtyping refuses the annotation. Warns if it is one of jaxtyping's
+    that is dropped.
     """
     holder = types.SimpleNamespace(__annotations__={"value": annotation})
     try:
@@ -76,7 +84,9 @@ def evaluated(annotation: Any, owner: str, subject: str, scope: Mapping[str, Any
         return Any
     except Exception as error:
         if isinstance(annotation, str) and _OF_JAXTYPING.search(annotation):
-            raise AnnotationError(f"{owner}: the annotation {annotation!r} of {subject} is invalid: {error}") from error
+            raise AnnotationError(
+                f"{owner}: the annotation {annotation!r} of {subject} is invalid: {error}"
+            ) from error
         return Any
 
 
@@ -85,14 +95,17 @@ def _function(fn: types.FunctionType) -> Target | None:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
         return None
-    # Strings are evaluated where the innermost function was written: a decorator lives in another module.
+    # Strings are evaluated where the innermost function was written: a decorator lives in another
+    # module.
     inner: Any = inspect.unwrap(fn)
     scope = {**getattr(inner, "__globals__", {}), **_closure(inner)}
     name = getattr(fn, "__qualname__", type(fn).__name__).rpartition("<locals>.")[2]
     parameters = [
         parameter
         if parameter.annotation is Empty
-        else parameter.replace(annotation=evaluated(parameter.annotation, name, f"`{parameter.name}`", scope))
+        else parameter.replace(
+            annotation=evaluated(parameter.annotation, name, f"`{parameter.name}`", scope)
+        )
         for parameter in signature.parameters.values()
     ]
     result = signature.return_annotation

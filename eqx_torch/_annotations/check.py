@@ -1,7 +1,7 @@
 """Checking one value against a spec, binding the names in it.
 
-The walk raises a `Mismatch` at the first value that does not match. What is not an array, a container of arrays or a
-named structure is not looked at.
+The walk raises a `Mismatch` at the first value that does not match. What is not an array, a
+container of arrays or a named structure is not looked at.
 """
 
 from collections.abc import Mapping
@@ -11,10 +11,23 @@ import jax
 
 from .._compat_jaxtyping import leaf_position
 from . import structures
-from .bindings import Bindings, Origin, add_array
-from .dtypes import Seen, dtype_name
-from .mismatch import Mismatch, array_mismatch, kind_mismatch
-from .specs import Array, Choice, Elements, Items, Nothing, Other, Record, Spec, Tree, Values, accepts, is_array
+from .bindings import add_array, Bindings, Origin
+from .dtypes import dtype_name, Seen
+from .mismatch import array_mismatch, kind_mismatch, Mismatch
+from .specs import (
+    accepts,
+    Array,
+    Choice,
+    Elements,
+    is_array,
+    Items,
+    Nothing,
+    Other,
+    Record,
+    Spec,
+    Tree,
+    Values,
+)
 
 
 def check(spec: Spec, value: Any, path: str, bindings: Bindings) -> None:
@@ -76,7 +89,8 @@ def _record(spec: Record, value: Any, path: str, bindings: Bindings) -> None:
 
 
 def _tree(spec: Tree, value: Any, path: str, bindings: Bindings) -> None:
-    # Below what is annotated as a leaf a tree is not flattened; arrays and unchecked things are leaves by themselves.
+    # Below what is annotated as a leaf a tree is not flattened; arrays and unchecked things are
+    # leaves by themselves.
     is_leaf = None if isinstance(spec.leaf, Other) else lambda one: accepts(spec.leaf, one)
     leaves, found = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_leaf)
     if spec.structure is not None:

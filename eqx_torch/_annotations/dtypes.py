@@ -1,12 +1,13 @@
 """Families of dtypes: what an annotation admits, and which dtype a result has.
 
-`Float32` admits one dtype, `Float` a family, `Shaped` any. Dtypes are compared by name, as jaxtyping does, because
-torch, numpy and JAX share the names and not the types. With JAX's x64 mode off there are no 64-bit arrays, so a
-family admits also what JAX makes of its members.
+`Float32` admits one dtype, `Float` a family, `Shaped` any. Dtypes are compared by name, as
+jaxtyping does, because torch, numpy and JAX share the names and not the types. With JAX's x64 mode
+off there are no 64-bit arrays, so a family admits also what JAX makes of its members.
 
-A result annotated with one dtype has that dtype. A result annotated with a family follows the inputs: those whose
-annotation admits the same dtypes or, if there are none, those whose dtype lies in the family. If they differ the
-result has the dtype that torch's promotion gives, where scalar tensors yield to others of their category.
+A result annotated with one dtype has that dtype. A result annotated with a family follows the
+inputs: those whose annotation admits the same dtypes or, if there are none, those whose dtype lies
+in the family. If they differ the result has the dtype that torch's promotion gives, where scalar
+tensors yield to others of their category.
 """
 
 import functools
@@ -37,7 +38,11 @@ class Family:
 
     def admits(self, name: str) -> bool:
         """Whether an array of the dtype `name` matches, under JAX's present x64 mode."""
-        if self.names is None or name in self.names or name in _canonical_names(self.names, x64_enabled()):
+        if (
+            self.names is None
+            or name in self.names
+            or name in _canonical_names(self.names, x64_enabled())
+        ):
             return True
         return any(pattern.match(name) for pattern in self.patterns)
 
@@ -51,13 +56,12 @@ class Family:
         return any(map(self.admits, other.names))
 
     def describe(self) -> str:
-        """For messages: `float32`, or `Float (float16, float32)`."""
-        if self.names is None:
-            return f"{self.label} (any dtype)"
+        """For messages: `float32`, `Float`, or the members of a small family."""
         if self.single is not None:
             return self.single
-        members = sorted(self.names, key=_by_size) + [pattern.pattern for pattern in self.patterns]
-        return f"{self.label} ({', '.join(members)})"
+        if self.names is None or self.patterns or len(self.names) > 3:
+            return f"in {self.label}"
+        return " or ".join(sorted(self.names))
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,12 @@ def family(label: str, found: Iterable[str | re.Pattern[str]] | None) -> Family:
         return Family(label, None)
     members = tuple(found)
     # jaxtyping lists both spellings that numpy has had for one dtype.
-    names = frozenset("bool" if name == "bool_" else name for name in members if isinstance(name, str))
-    return Family(label, names, tuple(pattern for pattern in members if isinstance(pattern, re.Pattern)))
+    names = frozenset(
+        "bool" if name == "bool_" else name for name in members if isinstance(name, str)
+    )
+    return Family(
+        label, names, tuple(pattern for pattern in members if isinstance(pattern, re.Pattern))
+    )
 
 
 def union(families: Sequence[Family]) -> Family:
@@ -100,7 +108,7 @@ def dtype_name(dtype: Any) -> str:
     return "bool" if name == "bool_" else name
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def numpy_dtype(name: str) -> np.dtype | None:
     """The dtype of that name, None if arrays cannot have it."""
     try:
@@ -134,7 +142,7 @@ def _promote(names: Iterable[str]) -> torch.dtype | None:
     return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _canonical(name: str, x64: bool) -> np.dtype:
     del x64  # what JAX's answer depends on, so the cache must
     dtype = numpy_dtype(name)
@@ -142,11 +150,6 @@ def _canonical(name: str, x64: bool) -> np.dtype:
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _canonical_names(names: frozenset[str], x64: bool) -> frozenset[str]:
     return frozenset(_canonical(name, x64).name for name in names if numpy_dtype(name) is not None)
-
-
-def _by_size(name: str) -> tuple[int, str]:
-    digits = re.search(r"\d+", name)
-    return (int(digits.group()) if digits else 0, name)

@@ -1,7 +1,8 @@
 """Which names a symbolic dimension needs, known before any call.
 
-jaxtyping evaluates `{self.width}-n` in two steps: the braces as a Python f-string over the arguments, then the text
-over the bound dimensions. Both are Python, so Python's own parser finds the names.
+jaxtyping evaluates `{self.width}-n` in two steps: the braces as a Python f-string over the
+arguments, then the text over the bound dimensions. Both are Python, so Python's own parser finds
+the names.
 """
 
 import ast
@@ -18,7 +19,9 @@ def dimension_names(expression: str) -> set[str]:
     formatted = ast.parse(f"f'{expression}'", mode="eval").body
     if not isinstance(formatted, ast.JoinedStr):
         return set()
-    text = "".join(str(part.value) if isinstance(part, ast.Constant) else "1" for part in formatted.values)
+    text = "".join(
+        str(part.value) if isinstance(part, ast.Constant) else "1" for part in formatted.values
+    )
     try:
         return _names(ast.parse(text, mode="eval"))
     except SyntaxError:

@@ -8,7 +8,7 @@ from .._errors import AnnotationError
 from . import structures
 from .dtypes import Family
 from .expressions import argument_names, dimension_names
-from .specs import Spec, Tree, arrays_in, children, trees_in
+from .specs import arrays_in, children, Spec, Tree, trees_in
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,9 @@ def inputs(specs: Sequence[Spec], parameters: Iterable[str]) -> Inputs:
         frozenset(parameters),
         frozenset(name for dim, name in dims if dim.kind == "name"),
         frozenset(name for dim, name in dims if dim.kind == "names"),
-        frozenset(name for dim, name in dims if dim.kind in ("name", "names") and dim.broadcastable),
+        frozenset(
+            name for dim, name in dims if dim.kind in ("name", "names") and dim.broadcastable
+        ),
         frozenset(name for name in trees if name is not None and structures.is_binding(name)),
         tuple(array.family for array, _ in arrays),
     )
@@ -58,8 +60,12 @@ def unbound(dim: Dim, known: Inputs) -> str | None:
 
 def is_dependent(spec: Spec) -> bool:
     """Whether checking `spec` needs names that other arguments bind, so that it must come after them."""
-    composed = any(tree.structure and not structures.is_binding(tree.structure) for tree in trees_in(spec))
-    return composed or any(dim.kind == "expression" for array, _ in arrays_in(spec) for dim in array.dims)
+    composed = any(
+        tree.structure and not structures.is_binding(tree.structure) for tree in trees_in(spec)
+    )
+    return composed or any(
+        dim.kind == "expression" for array, _ in arrays_in(spec) for dim in array.dims
+    )
 
 
 def validate(spec: Spec, known: Inputs, where: str) -> None:
@@ -85,8 +91,15 @@ def _validate_tree(tree: Tree, known: Inputs, where: str) -> None:
         return
     missing = [name for name in structures.pieces(structure) if name not in known.structures]
     if missing:
-        raise AnnotationError(f"{where} {tree.text} cannot be checked: `{missing[0]}` is bound by no input.")
-    below = [inner for child in children(tree) for inner in trees_in(child) if inner.structure is not None]
+        raise AnnotationError(
+            f"{where} {tree.text} cannot be checked: `{missing[0]}` is bound by no input."
+        )
+    below = [
+        inner
+        for child in children(tree)
+        for inner in trees_in(child)
+        if inner.structure is not None
+    ]
     if below:
         raise AnnotationError(
             f"{where} {tree.text} cannot be checked: a tree with a named structure is inside another one."

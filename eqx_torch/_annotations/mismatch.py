@@ -1,14 +1,15 @@
 """Why an argument does not match, and the message that says so.
 
-`check` raises a `Mismatch` with the facts at the place it finds it; the call turns the one that leaves it into a
-`ShapeError`. A mismatch inside a union is caught there and becomes one line of the union's own.
+`check` raises a `Mismatch` with the facts at the place it finds it; the call turns the one that
+leaves it into a `ShapeError`. A mismatch inside a union is caught there and becomes one line of
+the union's own.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 from .._errors import ShapeError
-from .bindings import Bindings, Origin, add_array, add_dim, dim_value, placed
+from .bindings import add_array, add_dim, Bindings, dim_value, Origin, placed
 from .dtypes import dtype_name
 from .specs import Array, is_array
 
@@ -54,7 +55,9 @@ def bound_names(bindings: Bindings) -> list[str]:
     ]
 
 
-def kind_mismatch(path: str, annotation: str, value: Any, bindings: Bindings, wanted: str) -> Mismatch:
+def kind_mismatch(
+    path: str, annotation: str, value: Any, bindings: Bindings, wanted: str
+) -> Mismatch:
     """`value` is not even the kind of thing that is annotated."""
     return Mismatch(path, annotation, [f"it is {_kind(value)}, not {wanted}"], bindings)
 
@@ -64,7 +67,7 @@ def array_mismatch(array: Array, value: Any, path: str, bindings: Bindings) -> M
     problems = []
     name = dtype_name(value.dtype)
     if not array.family.admits(name):
-        problems.append(f"dtype {name} is not {'' if array.family.single else 'in '}{array.family.describe()}")
+        problems.append(f"dtype {name} is not {array.family.describe()}")
     found = bindings.copy()
     problems += _dimensions(array, value, path, found)
     expected = f"{array.family.label} {_expected(array, found)}"
@@ -98,7 +101,9 @@ def _dimensions(array: Array, value: Any, path: str, bindings: Bindings) -> list
         if not matched:
             label = "" if dim.text == str(dim.value) and dim.kind == "fixed" else f" (`{dim.text}`)"
             or_one = " or 1" if dim.broadcastable else ""
-            problems.append(f"dimension {start}{label} is {size}, must be {dim_value(dim, bindings)}{or_one}")
+            problems.append(
+                f"dimension {start}{label} is {size}, must be {dim_value(dim, bindings)}{or_one}"
+            )
     return problems or _variadic(array, value, path, bindings)
 
 

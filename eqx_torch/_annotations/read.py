@@ -1,12 +1,14 @@
 """From an annotation to a `Spec`.
 
-Every wrapper of the typing module that says nothing about arrays (`Annotated`, `NewType`, type aliases, bounds of
-type variables) is looked through.
+Every wrapper of the typing module that says nothing about arrays (`Annotated`, `NewType`, type
+aliases, bounds of type variables) is looked through.
 """
 
 import collections.abc
 import dataclasses
+import functools
 import inspect
+import operator
 import sys
 import types
 import typing
@@ -20,7 +22,6 @@ from .._compat_jaxtyping import AbstractArray, dims, dtype_names, is_tree_annota
 from . import dtypes
 from .callables import evaluated
 from .specs import (
-    SEQUENCES,
     Array,
     Choice,
     Elements,
@@ -28,10 +29,12 @@ from .specs import (
     Nothing,
     Other,
     Record,
+    SEQUENCES,
     Spec,
     Tree,
     Values,
 )
+
 
 _ARRAYS = (torch.Tensor, jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
@@ -56,7 +59,11 @@ def read(annotation: Any, owner: str, inside: tuple[type, ...] = ()) -> Spec:
         return _tuple(annotation, arguments, owner, inside)
     if origin in SEQUENCES and arguments:
         return Elements(text(annotation), SEQUENCES[origin], read(arguments[0], owner, inside))
-    if isinstance(origin, type) and issubclass(origin, collections.abc.Mapping) and len(arguments) == 2:
+    if (
+        isinstance(origin, type)
+        and issubclass(origin, collections.abc.Mapping)
+        and len(arguments) == 2
+    ):
         return Values(text(annotation), read(arguments[1], owner, inside))
     if isinstance(annotation, type) and annotation not in inside:
         return _record(annotation, owner, (*inside, annotation))
@@ -72,7 +79,9 @@ def text(annotation: Any) -> str:
         return " | ".join(map(text, arguments))
     if annotation is Ellipsis:
         return "..."
-    name = getattr(typing.get_origin(annotation) or annotation, "__name__", None) or repr(annotation)
+    name = getattr(typing.get_origin(annotation) or annotation, "__name__", None) or repr(
+        annotation
+    )
     if arguments and typing.get_origin(annotation) is not None:
         return f"{name}[{', '.join(map(text, arguments))}]"
     return name
@@ -89,7 +98,7 @@ def _plain(annotation: Any) -> Any:
         return _plain(annotation.__value__)
     if isinstance(annotation, typing.TypeVar):
         if annotation.__constraints__:
-            return typing.Union[annotation.__constraints__]
+            return functools.reduce(operator.or_, annotation.__constraints__)
         return Any if annotation.__bound__ is None else _plain(annotation.__bound__)
     return annotation
 
@@ -119,7 +128,9 @@ def _merge(a: Array, b: Array) -> Array:
     return Array(f"{a.text} | {b.text}", a.annotation, a.dims, dtypes.union((a.family, b.family)))
 
 
-def _tuple(annotation: Any, arguments: tuple[Any, ...], owner: str, inside: tuple[type, ...]) -> Spec:
+def _tuple(
+    annotation: Any, arguments: tuple[Any, ...], owner: str, inside: tuple[type, ...]
+) -> Spec:
     if len(arguments) == 2 and arguments[1] is Ellipsis:
         return Elements(text(annotation), tuple, read(arguments[0], owner, inside))
     return Items(text(annotation), tuple(read(one, owner, inside) for one in arguments))

@@ -1,10 +1,12 @@
-"""The structure of the result: refused at wrap time if the annotation leaves it open, built from a call's bindings.
+"""The structure of the result: refused at wrap time if the annotation leaves it open, built from a
+call's bindings.
 
 What each dimension of a result is:
 
 - a number, a name, `*name` or an expression: its value, bound by the inputs;
-- `#name` and `*#name`: what broadcasting the inputs along that name gives. It needs an input in which the name is
-  marked `#` too; otherwise the result could be 1 or the name's value there, and the annotation is refused;
+- `#name` and `*#name`: what broadcasting the inputs along that name gives. It needs an input in
+  which the name is marked `#` too; otherwise the result could be 1 or the name's value there, and
+  the annotation is refused;
 - `...`, `_`, `_name`, `#4`: open, refused.
 
 Its dtype follows the rule in `dtypes`.
@@ -20,10 +22,11 @@ from .._compat_jaxtyping import Dim, leaf_position
 from .._errors import AnnotationError, ShapeError
 from . import structures
 from .bindings import Bindings, dim_value
-from .dtypes import Family, Seen, canonical, numpy_dtype, promoted
+from .dtypes import canonical, Family, numpy_dtype, promoted, Seen
 from .inputs import Inputs, scoped, unbound
 from .mismatch import bound_names, describe
 from .specs import Array, Choice, Elements, Items, Nothing, Other, Record, Spec, Tree, Values
+
 
 REMEDY = "Bind it by an input, use a number, or pass output_shapes=."
 
@@ -43,11 +46,18 @@ def validate_result(spec: Spec, known: Inputs, call: str, structure: str | None 
         case Nothing():
             pass
         case Elements():
-            _refuse(call, spec.text, "it leaves the length open", "Use tuple[...] with each element, or pass")
+            _refuse(
+                call,
+                spec.text,
+                "it leaves the length open",
+                "Use tuple[...] with each element, or pass",
+            )
         case Values():
             _refuse(call, spec.text, "it leaves the keys open", "Use a TypedDict, or pass")
         case Choice():
-            _refuse(call, spec.text, "it leaves open which of these is returned", "Name one, or pass")
+            _refuse(
+                call, spec.text, "it leaves open which of these is returned", "Name one, or pass"
+            )
         case Other():
             _refuse(call, spec.text, "it says no shape", "Annotate it with jaxtyping, or pass")
 
@@ -98,7 +108,9 @@ def _open(dim: Dim, known: Inputs, structure: str | None) -> str | None:
             if name not in (known.single if dim.kind == "name" else known.variadic):
                 return f"`{dim.text}` is bound by no input"
             if dim.broadcastable and name not in known.broadcast:
-                return f"`{dim.text}` is ambiguous, 1 or `{dim.value}`: no input is broadcast along it"
+                return (
+                    f"`{dim.text}` is ambiguous, 1 or `{dim.value}`: no input is broadcast along it"
+                )
         case "fixed" | "expression":
             if dim.broadcastable:
                 return f"`{dim.text}` is ambiguous, 1 or `{dim.value}`"
@@ -108,7 +120,12 @@ def _open(dim: Dim, known: Inputs, structure: str | None) -> str | None:
 
 def _validate_record(spec: Record, known: Inputs, call: str, structure: str | None) -> None:
     if spec.optional:
-        _refuse(call, spec.text, f"the key {min(spec.optional)!r} may be missing", "Make it required, or pass")
+        _refuse(
+            call,
+            spec.text,
+            f"the key {min(spec.optional)!r} may be missing",
+            "Make it required, or pass",
+        )
     for _, field in spec.fields:
         validate_result(field, known, call, structure)
     if jax.tree_util.all_leaves([_make(spec, [None] * len(spec.fields))]):
@@ -119,12 +136,21 @@ def _validate_record(spec: Record, known: Inputs, call: str, structure: str | No
 def _validate_tree(spec: Tree, known: Inputs, call: str) -> None:
     structure = spec.structure
     if structure is None:
-        _refuse(call, spec.text, "it leaves the tree's structure open", 'Name it, PyTree[..., "T"], or pass')
+        _refuse(
+            call,
+            spec.text,
+            "it leaves the tree's structure open",
+            'Name it, PyTree[..., "T"], or pass',
+        )
     if structures.is_open(structure):
-        _refuse(call, spec.text, "`...` leaves the tree's structure open", "Name all of it, or pass")
+        _refuse(
+            call, spec.text, "`...` leaves the tree's structure open", "Name all of it, or pass"
+        )
     missing = [name for name in structures.pieces(structure) if name not in known.structures]
     if missing:
-        _refuse(call, spec.text, f"`{missing[0]}` is bound by no input", "Bind it by an input, or pass")
+        _refuse(
+            call, spec.text, f"`{missing[0]}` is bound by no input", "Bind it by an input, or pass"
+        )
     validate_result(spec.leaf, known, call, structure)
 
 
@@ -145,7 +171,9 @@ def _shape(spec: Array, bindings: Bindings, call: str) -> tuple[int, ...]:
             reason = f"`{dim.text}` cannot be evaluated, {describe(error)}"
             raise _unfixed(spec.text, reason, bindings, call) from error
         if value is None:
-            raise _unfixed(spec.text, f"no argument of this call binds `{dim.text}`", bindings, call)
+            raise _unfixed(
+                spec.text, f"no argument of this call binds `{dim.text}`", bindings, call
+            )
         if isinstance(value, tuple):
             shape += value
         elif value != int(value) or value < 0:
@@ -172,7 +200,9 @@ def _dtype(spec: Array, bindings: Bindings, call: str) -> Any:
 
 
 def _followed(family: Family, seen: Sequence[Seen]) -> list[Seen]:
-    return [one for one in seen if family.same(one.family)] or [one for one in seen if family.admits(one.name)]
+    return [one for one in seen if family.same(one.family)] or [
+        one for one in seen if family.admits(one.name)
+    ]
 
 
 def _unfixed(text: str, reason: str, bindings: Bindings, call: str) -> ShapeError:

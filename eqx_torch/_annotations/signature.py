@@ -1,7 +1,7 @@
 """A function's annotations, ready to check calls and to predict results.
 
-`read_signature` does at wrap time all that does not depend on a call's arguments, and raises there what no call can
-mend. `Signature.bind` and `Signature.output` are what is left for each trace.
+`read_signature` does at wrap time all that does not depend on a call's arguments, and raises there
+what no call can mend. `Signature.bind` and `Signature.output` are what is left for each trace.
 """
 
 import inspect
@@ -19,7 +19,8 @@ from .inputs import inputs, is_dependent, validate
 from .mismatch import Mismatch, shape_error
 from .read import read
 from .result import build, validate_result
-from .specs import Spec, arrays_in, is_array, speaks
+from .specs import arrays_in, is_array, speaks, Spec
+
 
 _Kind = inspect.Parameter
 
@@ -34,12 +35,14 @@ class _Parameter:
 
 @dataclass(frozen=True)
 class Signature:
-    """What the jaxtyping annotations of a callable say. Immutable, and safe to use from several threads.
+    """What the jaxtyping annotations of a callable say. Immutable, and safe to use from several
+    threads.
 
     **Attributes:**
 
     - `name`: what messages call the callable.
-    - `determines_output`: whether `output` predicts the result; False if only arguments are annotated.
+    - `determines_output`: whether `output` predicts the result; False if only arguments are
+      annotated.
     """
 
     name: str
@@ -63,19 +66,20 @@ class Signature:
 
         **Raises:**
 
-        `ShapeError` if an argument does not match its annotation; `TypeError` if the arguments do not fit the
-        callable at all.
+        `ShapeError` if an argument does not match its annotation; `TypeError` if the arguments do
+        not fit the callable at all.
 
         !!! Example
 
-            ```python
-            def f(x: Float[Tensor, "b 3"]) -> Float[Tensor, "b"]: ...
-
-            signature = read_signature(f)
-            bindings = signature.bind((jax.ShapeDtypeStruct((5, 3), "float32"),), {})
-            assert bindings.names == {"b": 5}
-            signature.output(bindings)  # ShapeDtypeStruct(shape=(5,), dtype=float32)
-            ```
+            >>> import jax, torch
+            >>> from jaxtyping import Float
+            >>> def f(x: Float[torch.Tensor, "b 3"]) -> Float[torch.Tensor, "b"]: ...
+            >>> signature = read_signature(f)
+            >>> bindings = signature.bind((jax.ShapeDtypeStruct((5, 3), "float32"),), {})
+            >>> bindings.names
+            {'b': 5}
+            >>> signature.output(bindings)
+            ShapeDtypeStruct(shape=(5,), dtype=float32)
         """
         try:
             bound = self._signature.bind(*self._args, *args, **{**self._kwargs, **kwargs})
@@ -100,12 +104,14 @@ class Signature:
 
         **Returns:**
 
-        The result with a `jax.ShapeDtypeStruct` for each array; None if `determines_output` is False.
+        The result with a `jax.ShapeDtypeStruct` for each array; None if `determines_output` is
+        False.
 
         **Raises:**
 
-        `ShapeError` if the annotation does not fix the result for this call: an optional argument that binds one of
-        its names is None, an expression gives no size, torch does not promote the inputs' dtypes.
+        `ShapeError` if the annotation does not fix the result for this call: an optional argument
+        that binds one of its names is None, an expression gives no size, torch does not promote
+        the inputs' dtypes.
         """
         return None if self._result is None else build(self._result, bindings, self.name)
 
@@ -115,10 +121,10 @@ def read_signature(fn: Callable[..., Any], *, result: bool = True) -> Signature 
 
     **Arguments:**
 
-    - `fn`: a function, a method, a `functools.partial`, a `torch.nn.Module` (its `forward` is read), an object with
-        `__call__`; decorated or not; with annotations as strings or not.
-    - `result`: whether to read the annotation of the result. With False, what the result's annotation leaves open
-        is no error, and `determines_output` is False.
+    - `fn`: a function, a method, a `functools.partial`, a `torch.nn.Module` (its `forward` is
+      read), an object with `__call__`; decorated or not; with annotations as strings or not.
+    - `result`: whether to read the annotation of the result. With False, what the result's
+      annotation leaves open is no error, and `determines_output` is False.
 
     **Returns:**
 
@@ -126,16 +132,19 @@ def read_signature(fn: Callable[..., Any], *, result: bool = True) -> Signature 
 
     **Raises:**
 
-    `AnnotationError` if an annotation is invalid, or that of the result does not determine its structure.
+    `AnnotationError` if an annotation is invalid, or that of the result does not determine its
+    structure.
 
     !!! Example
 
-        ```python
-        class Net(torch.nn.Module):
-            def forward(self, x: Float[Tensor, "batch 784"]) -> Float[Tensor, "batch 10"]: ...
-
-        read_signature(Net()).determines_output  # True
-        ```
+        >>> import torch
+        >>> from jaxtyping import Float
+        >>> class Net(torch.nn.Module):
+        ...     def forward(
+        ...         self, x: Float[torch.Tensor, "batch 784"]
+        ...     ) -> Float[torch.Tensor, "batch 10"]: ...
+        >>> read_signature(Net()).determines_output
+        True
     """
     found = target(fn)
     if found is None:
@@ -165,17 +174,25 @@ def _validated(found: Target, parameters: list[_Parameter], returned: Spec | Non
     parameters = sorted(parameters, key=lambda one: is_dependent(one.spec))
     specs = [one.spec for one in parameters] + ([] if returned is None else [returned])
     args, kwargs = _slim(found, specs, frozenset(one.name for one in parameters))
-    return Signature(found.name, returned is not None, found.signature, args, kwargs, tuple(parameters), returned)
+    return Signature(
+        found.name, returned is not None, found.signature, args, kwargs, tuple(parameters), returned
+    )
 
 
-def _slim(found: Target, specs: list[Spec], checked: frozenset[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _slim(
+    found: Target, specs: list[Spec], checked: frozenset[str]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments given already, without what would keep memory alive for nothing.
 
     Arrays become their structs; the rest is kept if an expression like `{self.width}` may read it.
     """
     dims = [dim for spec in specs for array, _ in arrays_in(spec) for dim in array.dims]
     read_later = any(dim.kind == "expression" and "{" in dim.text for dim in dims)
-    names = [one.name for one in found.signature.parameters.values() if one.kind is not _Kind.VAR_POSITIONAL]
+    names = [
+        one.name
+        for one in found.signature.parameters.values()
+        if one.kind is not _Kind.VAR_POSITIONAL
+    ]
 
     def slim(name: str | None, value: Any) -> Any:
         keep = read_later or name is None or name in checked

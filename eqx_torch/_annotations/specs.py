@@ -1,15 +1,15 @@
 """What an annotation says, as data.
 
-An annotation is read once, when a function is wrapped, into a tree of the classes below: arrays at the leaves,
-containers above them, and `Other` for whatever jaxtyping does not speak about, which is never checked. Checking an
-argument and building a result are walks over this tree.
+An annotation is read once, when a function is wrapped, into a tree of the classes below: arrays at
+the leaves, containers above them, and `Other` for whatever jaxtyping does not speak about, which
+is never checked. Checking an argument and building a result are walks over this tree.
 """
 
 import collections.abc
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 import jax
 import numpy as np
@@ -102,7 +102,7 @@ class Other:
     cls: type | None = None
 
 
-Spec = Union[Array, Items, Elements, Values, Record, Tree, Choice, Nothing, Other]
+Spec = Array | Items | Elements | Values | Record | Tree | Choice | Nothing | Other
 
 
 def children(spec: Spec) -> "tuple[Spec, ...]":
@@ -159,7 +159,11 @@ def accepts(spec: Spec, value: Any) -> bool:
         case Array():
             return is_array(value)
         case Items(items=items):
-            return isinstance(value, tuple) and len(value) == len(items) and all(map(accepts, items, value))
+            return (
+                isinstance(value, tuple)
+                and len(value) == len(items)
+                and all(map(accepts, items, value))
+            )
         case Elements(kind=kind, item=item):
             return isinstance(value, kind) and all(accepts(item, one) for one in value)
         case Values(value=item):
@@ -186,7 +190,10 @@ def _instance(value: Any, cls: type) -> bool:
 
 
 def _fields_accept(spec: Record, value: Mapping[str, Any]) -> bool:
-    return all(accepts(field, value[name]) if name in value else name in spec.optional for name, field in spec.fields)
+    return all(
+        accepts(field, value[name]) if name in value else name in spec.optional
+        for name, field in spec.fields
+    )
 
 
 # Where a type checker expects a `float`, an `int` will do.
