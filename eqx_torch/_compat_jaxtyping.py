@@ -102,7 +102,10 @@ def check_shape(
     variadic: Variadic,
     arguments: Mapping[str, Any],
 ) -> str:
-    """Checks `array.shape`, adding the names it binds to `single` and `variadic`; returns the reason if it fails."""
+    """Checks `array.shape`, adding the names it binds to `single` and `variadic`.
+
+    Returns the empty string, or the reason why the shape does not match.
+    """
     return annotation._check_shape(array, single, variadic, arguments)  # pyright: ignore[reportArgumentType]
 
 
@@ -118,7 +121,7 @@ def check_dim(
 
 
 def evaluate(expression: str, single: Single, arguments: Mapping[str, Any]) -> Any:
-    """The value of a symbolic dimension: the two steps of jaxtyping's own check, which only compares."""
+    """The value of a symbolic dimension, by the two steps of jaxtyping's check, which only compares."""
     text = eval(f"f'{expression}'", dict(arguments)) if "{" in expression else expression
     return eval(text, single.copy())
 

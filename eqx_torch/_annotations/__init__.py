@@ -1,4 +1,4 @@
-"""jaxtyping annotations of torch functions: checking the inputs of a call and predicting its result."""
+"""jaxtyping annotations of torch functions check the inputs of a call and predict its result."""
 
 from .bindings import Bindings as Bindings
 from .signature import read_signature as read_signature, Signature as Signature

@@ -18,7 +18,7 @@ from .structures import Structure
 
 @dataclass(frozen=True)
 class Origin:
-    """The argument that bound a name, and the dimensions `start:stop` of it (None: its tree structure)."""
+    """The argument that bound a name, and which of its dimensions (None: its structure) did."""
 
     path: str
     start: int | None = None

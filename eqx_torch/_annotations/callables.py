@@ -77,8 +77,9 @@ def evaluated(annotation: Any, owner: str, subject: str, scope: Mapping[str, Any
     except (NameError, AttributeError) as error:
         if isinstance(annotation, str) and _OF_JAXTYPING.search(annotation):
             warnings.warn(
-                f"{owner}: the annotation {annotation!r} of {subject} is not checked, because it cannot be evaluated:"
-                f" {error}. Import what it names at run time too, not only under `if TYPE_CHECKING`.",
+                f"{owner}: the annotation {annotation!r} of {subject} is not checked, because it"
+                f" cannot be evaluated: {error}. Import what it names at run time too, not only"
+                " under `if TYPE_CHECKING`.",
                 stacklevel=2,
             )
         return Any
@@ -115,10 +116,10 @@ def _function(fn: types.FunctionType) -> Target | None:
 
 
 def _closure(fn: Any) -> dict[str, Any]:
-    """The variables of enclosing functions that `fn` uses, for annotations naming what is local there."""
+    """The variables of enclosing functions that `fn` uses, which annotations may name."""
     found = {}
     names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
-    for name, cell in zip(names, getattr(fn, "__closure__", None) or ()):
+    for name, cell in zip(names, getattr(fn, "__closure__", None) or (), strict=False):
         try:
             found[name] = cell.cell_contents
         except ValueError:

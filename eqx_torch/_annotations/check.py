@@ -1,6 +1,6 @@
 """Checking one value against a spec, binding the names in it.
 
-The walk raises a `Mismatch` at the first value that does not match. What is not an array, a
+The walk raises a `MismatchError` at the first value that does not match. What is not an array, a
 container of arrays or a named structure is not looked at.
 """
 
@@ -13,7 +13,7 @@ from .._compat_jaxtyping import leaf_position
 from . import structures
 from .bindings import add_array, Bindings, Origin
 from .dtypes import dtype_name, Seen
-from .mismatch import array_mismatch, kind_mismatch, Mismatch
+from .mismatch import array_mismatch, kind_mismatch, MismatchError
 from .specs import (
     accepts,
     Array,
@@ -31,7 +31,10 @@ from .specs import (
 
 
 def check(spec: Spec, value: Any, path: str, bindings: Bindings) -> None:
-    """Checks `value`, which messages call `path`, and extends `bindings`. Raises `Mismatch`."""
+    """Checks `value`, called `path` in messages, and extends `bindings`.
+
+    Raises `MismatchError`.
+    """
     match spec:
         case Array():
             _array(spec, value, path, bindings)
@@ -85,7 +88,7 @@ def _record(spec: Record, value: Any, path: str, bindings: Bindings) -> None:
         elif name in value:
             check(field, value[name], f"{path}[{name!r}]", bindings)
         elif name not in spec.optional:
-            raise Mismatch(path, spec.text, [f"the key {name!r} is missing"], bindings)
+            raise MismatchError(path, spec.text, [f"the key {name!r} is missing"], bindings)
 
 
 def _tree(spec: Tree, value: Any, path: str, bindings: Bindings) -> None:
@@ -109,10 +112,10 @@ def _structure(spec: Tree, structure: str, found: Any, path: str, bindings: Bind
         matched = structures.matches(structure, found, bindings.structures)
     except KeyError as error:
         problem = f"the structure `{error.args[0]}` is not bound by any argument of this call"
-        raise Mismatch(path, spec.text, [problem], bindings) from None
+        raise MismatchError(path, spec.text, [problem], bindings) from None
     if not matched:
         problem = f"its structure is {found}, which is not `{structure}`"
-        raise Mismatch(path, spec.text, [problem], bindings)
+        raise MismatchError(path, spec.text, [problem], bindings)
 
 
 def _choice(spec: Choice, value: Any, path: str, bindings: Bindings) -> None:
@@ -124,7 +127,7 @@ def _choice(spec: Choice, value: Any, path: str, bindings: Bindings) -> None:
         tried = bindings.copy()
         try:
             check(member, value, path, tried)
-        except Mismatch as mismatch:
+        except MismatchError as mismatch:
             if len(members) == 1:
                 raise
             problems += [f"not {member.text}: {problem}" for problem in mismatch.problems]
@@ -132,4 +135,4 @@ def _choice(spec: Choice, value: Any, path: str, bindings: Bindings) -> None:
             bindings.become(tried)
             return
     actual = f"{dtype_name(value.dtype)} {tuple(value.shape)}" if is_array(value) else None
-    raise Mismatch(path, spec.text, problems, bindings, actual=actual)
+    raise MismatchError(path, spec.text, problems, bindings, actual=actual)

@@ -101,7 +101,7 @@ def x64_enabled() -> bool:
 
 
 def dtype_name(dtype: Any) -> str:
-    """The name jaxtyping compares: `float32` of a torch, numpy or JAX dtype alike, `prng_key` of JAX's keys."""
+    """The name jaxtyping compares: `float32` of a torch, numpy or JAX dtype alike."""
     if isinstance(dtype, torch.dtype):
         return str(dtype).rpartition(".")[2]
     name = np.dtype(dtype).name if isinstance(dtype, type) else dtype.type.__name__

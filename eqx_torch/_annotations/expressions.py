@@ -15,7 +15,10 @@ def argument_names(expression: str) -> set[str]:
 
 
 def dimension_names(expression: str) -> set[str]:
-    """The dimensions that `expression` mentions; none if only the values in its braces will make it an expression."""
+    """The dimensions that `expression` mentions.
+
+    None if only the values in its braces will make it an expression. Raises SyntaxError.
+    """
     formatted = ast.parse(f"f'{expression}'", mode="eval").body
     if not isinstance(formatted, ast.JoinedStr):
         return set()

@@ -1,4 +1,4 @@
-"""What the annotations of the inputs can bind, known before any call, and what is wrong with them by themselves."""
+"""What the inputs' annotations can bind, and what is wrong with them, known before any call."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,10 @@ from .specs import arrays_in, children, Spec, Tree, trees_in
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a call can bind at most. Names of `?` dimensions come with the structure whose leaves they vary over."""
+    """What a call can bind at most.
+
+    Names of `?` dimensions come with the structure whose leaves they vary over.
+    """
 
     parameters: frozenset[str]
     single: frozenset[tuple[str, str | None]]
@@ -59,7 +62,7 @@ def unbound(dim: Dim, known: Inputs) -> str | None:
 
 
 def is_dependent(spec: Spec) -> bool:
-    """Whether checking `spec` needs names that other arguments bind, so that it must come after them."""
+    """Whether checking `spec` needs names that other arguments must have bound before."""
     composed = any(
         tree.structure and not structures.is_binding(tree.structure) for tree in trees_in(spec)
     )
@@ -72,14 +75,15 @@ def validate(spec: Spec, known: Inputs, where: str) -> None:
     """Raises AnnotationError for what no call could ever match; `where` begins the message."""
     for array, structure in arrays_in(spec):
         for dim in array.dims:
-            reason = unbound(dim, known) if dim.kind == "expression" else _misplaced(dim, structure)
+            reason = unbound(dim, known) if dim.kind == "expression" else misplaced(dim, structure)
             if reason is not None:
                 raise AnnotationError(f"{where} {array.text} cannot be checked: {reason}.")
     for tree in trees_in(spec):
         _validate_tree(tree, known, where)
 
 
-def _misplaced(dim: Dim, structure: str | None) -> str | None:
+def misplaced(dim: Dim, structure: str | None) -> str | None:
+    """The reason why a `?` dimension means nothing where it stands, None if it does."""
     if not dim.per_leaf or structure is not None:
         return None
     return f'`{dim.text}` varies over the leaves of a tree, but it is in no PyTree[..., "T"]'
@@ -102,5 +106,6 @@ def _validate_tree(tree: Tree, known: Inputs, where: str) -> None:
     ]
     if below:
         raise AnnotationError(
-            f"{where} {tree.text} cannot be checked: a tree with a named structure is inside another one."
+            f"{where} {tree.text} cannot be checked: a tree with a named structure is inside"
+            " another one."
         )

@@ -1,6 +1,6 @@
 """Why an argument does not match, and the message that says so.
 
-`check` raises a `Mismatch` with the facts at the place it finds it; the call turns the one that
+`check` raises a `MismatchError` with the facts where it finds them; the call turns the one that
 leaves it into a `ShapeError`. A mismatch inside a union is caught there and becomes one line of
 the union's own.
 """
@@ -14,7 +14,7 @@ from .dtypes import dtype_name
 from .specs import Array, is_array
 
 
-class Mismatch(Exception):
+class MismatchError(Exception):
     """One argument, or a part of it, that does not match its annotation."""
 
     def __init__(
@@ -31,7 +31,7 @@ class Mismatch(Exception):
         self.bindings, self.expected, self.actual = bindings, expected, actual
 
 
-def shape_error(call: str, mismatch: Mismatch) -> ShapeError:
+def shape_error(call: str, mismatch: MismatchError) -> ShapeError:
     """The exception for the caller of the function named `call`."""
     lines = [
         f"{call}: argument `{mismatch.path}` does not match its annotation.",
@@ -57,12 +57,12 @@ def bound_names(bindings: Bindings) -> list[str]:
 
 def kind_mismatch(
     path: str, annotation: str, value: Any, bindings: Bindings, wanted: str
-) -> Mismatch:
+) -> MismatchError:
     """`value` is not even the kind of thing that is annotated."""
-    return Mismatch(path, annotation, [f"it is {_kind(value)}, not {wanted}"], bindings)
+    return MismatchError(path, annotation, [f"it is {_kind(value)}, not {wanted}"], bindings)
 
 
-def array_mismatch(array: Array, value: Any, path: str, bindings: Bindings) -> Mismatch:
+def array_mismatch(array: Array, value: Any, path: str, bindings: Bindings) -> MismatchError:
     """`value` is an array of the wrong dtype or shape: says each dimension that is wrong."""
     problems = []
     name = dtype_name(value.dtype)
@@ -71,7 +71,8 @@ def array_mismatch(array: Array, value: Any, path: str, bindings: Bindings) -> M
     found = bindings.copy()
     problems += _dimensions(array, value, path, found)
     expected = f"{array.family.label} {_expected(array, found)}"
-    return Mismatch(path, array.text, problems, found, expected, f"{name} {tuple(value.shape)}")
+    actual = f"{name} {tuple(value.shape)}"
+    return MismatchError(path, array.text, problems, found, expected, actual)
 
 
 def describe(error: BaseException) -> str:
@@ -87,16 +88,15 @@ def _dimensions(array: Array, value: Any, path: str, bindings: Bindings) -> list
     elif rank < declared - 1:
         return [f"it has {_count(rank)}, must have at least {declared - 1}"]
     problems = []
-    for index, dim, start, stop in placed(array.dims, rank):
+    for index, dim, start, _ in placed(array.dims, rank):
         if dim.kind in ("names", "anys"):
             continue
         size = value.shape[start]
         try:
             matched = add_dim(array, index, size, path, start, bindings)
         except Exception as error:
-            problems.append(
-                f"dimension {start} (`{dim.text}`) cannot be evaluated: {describe(error.__cause__ or error)}"
-            )
+            reason = describe(error.__cause__ or error)
+            problems.append(f"dimension {start} (`{dim.text}`) cannot be evaluated: {reason}")
             continue
         if not matched:
             label = "" if dim.text == str(dim.value) and dim.kind == "fixed" else f" (`{dim.text}`)"

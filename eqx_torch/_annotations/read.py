@@ -153,7 +153,7 @@ def _record(cls: type, owner: str, inside: tuple[type, ...]) -> Spec:
 
 
 def _hints(cls: type, names: list[str], owner: str) -> dict[str, Any]:
-    """The evaluated annotations of the fields, each looked up in the module of the class that declares it."""
+    """The evaluated annotations of the fields, each in the scope of the class declaring it."""
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         scope = vars(sys.modules[base.__module__]) if base.__module__ in sys.modules else {}

@@ -23,7 +23,7 @@ from .._errors import AnnotationError, ShapeError
 from . import structures
 from .bindings import Bindings, dim_value
 from .dtypes import canonical, Family, numpy_dtype, promoted, Seen
-from .inputs import Inputs, scoped, unbound
+from .inputs import Inputs, misplaced, scoped, unbound
 from .mismatch import bound_names, describe
 from .specs import Array, Choice, Elements, Items, Nothing, Other, Record, Spec, Tree, Values
 
@@ -32,7 +32,7 @@ REMEDY = "Bind it by an input, use a number, or pass output_shapes=."
 
 
 def validate_result(spec: Spec, known: Inputs, call: str, structure: str | None = None) -> None:
-    """Raises AnnotationError if `spec` does not determine the result of `call` for inputs that bind `known`."""
+    """Raises AnnotationError if `spec` does not determine the result for inputs `known`."""
     match spec:
         case Array():
             _validate_array(spec, known, call, structure)
@@ -104,7 +104,7 @@ def _open(dim: Dim, known: Inputs, structure: str | None) -> str | None:
             return f"`{dim.text}` stands for any size"
         case "name" | "names":
             if dim.per_leaf and structure is None:
-                return f'`{dim.text}` varies over the leaves of a tree, but it is in no PyTree[..., "T"]'
+                return misplaced(dim, structure)
             if name not in (known.single if dim.kind == "name" else known.variadic):
                 return f"`{dim.text}` is bound by no input"
             if dim.broadcastable and name not in known.broadcast:
@@ -226,11 +226,11 @@ def _build_tree(spec: Tree, structure: str, bindings: Bindings, call: str) -> An
 def _make(spec: Record, values: Sequence[Any]) -> Any:
     names = [name for name, _ in spec.fields]
     if spec.keyed:
-        return dict(zip(names, values))
+        return dict(zip(names, values, strict=True))
     if not dataclasses.is_dataclass(spec.cls):
         return spec.cls(*values)
     # Without `__init__`, which may compute with its arguments; frozen classes refuse `setattr`.
     made = object.__new__(spec.cls)
-    for name, value in zip(names, values):
+    for name, value in zip(names, values, strict=True):
         object.__setattr__(made, name, value)
     return made

@@ -5,6 +5,7 @@ what no call can mend. `Signature.bind` and `Signature.output` are what is left 
 """
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from .callables import Empty, Target, target
 from .check import check
 from .dtypes import dtype_name, numpy_dtype
 from .inputs import inputs, is_dependent, validate
-from .mismatch import Mismatch, shape_error
+from .mismatch import MismatchError, shape_error
 from .read import read
 from .result import build, validate_result
 from .specs import arrays_in, is_array, speaks, Spec
@@ -33,7 +34,7 @@ class _Parameter:
     spec: Spec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Signature:
     """What the jaxtyping annotations of a callable say. Immutable, and safe to use from several
     threads.
@@ -90,7 +91,7 @@ class Signature:
         try:
             for parameter in self._parameters:
                 _check_parameter(parameter, bound.arguments[parameter.name], bindings)
-        except Mismatch as mismatch:
+        except MismatchError as mismatch:
             raise shape_error(self.name, mismatch) from mismatch.__cause__
         bindings.settle()
         return bindings
@@ -191,15 +192,15 @@ def _slim(
     names = [
         one.name
         for one in found.signature.parameters.values()
-        if one.kind is not _Kind.VAR_POSITIONAL
+        if one.kind in (_Kind.POSITIONAL_ONLY, _Kind.POSITIONAL_OR_KEYWORD)
     ]
 
     def slim(name: str | None, value: Any) -> Any:
         keep = read_later or name is None or name in checked
         return jax.tree.map(_struct, value) if keep else None
 
-    padded = [*names, *[None] * len(found.args)]
-    args = tuple(slim(name, value) for name, value in zip(padded, found.args))
+    given = itertools.zip_longest(names[: len(found.args)], found.args)
+    args = tuple(slim(name, value) for name, value in given)
     return args, {name: slim(name, value) for name, value in found.kwargs.items()}
 
 

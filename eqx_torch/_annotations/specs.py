@@ -21,7 +21,7 @@ from .dtypes import Family
 
 @dataclass(frozen=True)
 class Array:
-    """An array with dimensions, `Float[Tensor, "b n"]`; also a union of annotations that differ only in dtypes."""
+    """`Float[Tensor, "b n"]`, or a union of such annotations that differ only in dtypes."""
 
     text: str
     annotation: type[AbstractArray]
@@ -95,7 +95,10 @@ class Nothing:
 
 @dataclass(frozen=True)
 class Other:
-    """Anything else, not checked. `arrays` and `cls` tell which member of a union a value belongs to."""
+    """Anything else, not checked.
+
+    `arrays` (arrays can be this) and `cls` tell whether a value belongs to it as a union's member.
+    """
 
     text: str
     arrays: bool

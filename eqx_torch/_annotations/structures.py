@@ -32,7 +32,7 @@ def is_open(structure: str) -> bool:
 
 
 def compose(names: Sequence[str], known: Mapping[str, Structure]) -> Structure:
-    """The structure in which each leaf of one is the next. Raises KeyError for a name that is not bound."""
+    """The structure in which each leaf of one is the next. Raises KeyError for an unbound name."""
     tree = 0
     # JAX's `PyTreeDef.compose` gives wrong results for some trees, so trees of numbers are
     # composed instead.
