@@ -121,7 +121,7 @@ def check_dim(
 
 
 def evaluate(expression: str, single: Single, arguments: Mapping[str, Any]) -> Any:
-    """The value of a symbolic dimension, by the two steps of jaxtyping's check, which only compares."""
+    """The value of a symbolic dimension, by the two steps of jaxtyping's comparison."""
     text = eval(f"f'{expression}'", dict(arguments)) if "{" in expression else expression
     return eval(text, single.copy())
 

@@ -114,7 +114,7 @@ def _class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     if stripped is cls.forward:
         return cls
     names = {"forward": stripped, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls)(cls.__name__, (cls,), names)
+    return types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update(names))
 
 
 def _view(module: torch.nn.Module, cls: type[torch.nn.Module]) -> torch.nn.Module:
