@@ -1,13 +1,45 @@
-"""The exceptions that eqx_torch raises itself, all under `EqxTorchError`."""
+"""The exceptions of eqx_torch.
+
+Each message says what was passed, what was expected and what to write instead. The classes also
+derive from the built-in exception that Python or JAX would raise for the same mistake.
+"""
 
 
 class EqxTorchError(Exception):
-    """What every exception of this library derives from."""
+    """Base class of every error that eqx_torch raises."""
 
 
-class AnnotationError(EqxTorchError, TypeError):
-    """An annotation cannot be used; raised when a function or module is wrapped."""
+class DtypeError(EqxTorchError, TypeError):
+    """A dtype that torch or JAX does not have."""
+
+
+class InputError(EqxTorchError, TypeError):
+    """Arguments that a wrapped function cannot take."""
+
+
+class OutputError(EqxTorchError, TypeError):
+    """A torch function returned something other than was declared."""
 
 
 class ShapeError(EqxTorchError, ValueError):
-    """The arguments of a call do not match the annotations; raised when the call is traced."""
+    """Shapes that do not fit, or cannot be known."""
+
+
+class ShardingError(EqxTorchError, ValueError):
+    """A sharding under which a torch function cannot be called."""
+
+
+class DepthError(EqxTorchError, TypeError):
+    """A derivative of higher order than was allowed."""
+
+
+class ModuleError(EqxTorchError, TypeError):
+    """A torch module that cannot be converted."""
+
+
+class AnnotationError(EqxTorchError, TypeError):
+    """An annotation that cannot be used; raised when a function or module is wrapped."""
+
+
+class ShapeError(EqxTorchError, ValueError):
+    """Arguments of a call that do not match the annotations; raised when the call is traced."""

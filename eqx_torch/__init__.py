@@ -1,0 +1,1 @@
+from ._function import torch2jax as torch2jax

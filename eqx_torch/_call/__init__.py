@@ -1,0 +1,20 @@
+import jax.interpreters.ad as _ad
+import jax.interpreters.batching as _batching
+import jax.interpreters.mlir as _mlir
+
+from .autodiff import jvp as _jvp
+from .autodiff import transpose as _transpose
+from .batching import batch as _batch
+from .lowering import lower as _lower
+from .primitive import abstract_eval as _abstract_eval
+from .primitive import align as align
+from .primitive import call as call
+from .primitive import impl as _impl
+from .primitive import torch_call_p as torch_call_p
+
+torch_call_p.def_impl(_impl)
+torch_call_p.def_abstract_eval(_abstract_eval)
+_ad.primitive_jvps[torch_call_p] = _jvp
+_ad.primitive_transposes[torch_call_p] = _transpose
+_batching.primitive_batchers[torch_call_p] = _batch
+_mlir.register_lowering(torch_call_p, _lower)

@@ -1,0 +1,57 @@
+"""Batching: what `jax.vmap` makes of a torch call.
+
+With `vmap_method="torch"` the batched call is the program's `Vmap`. The other methods are those of
+`jax.ffi`: a loop, or one call of the function itself on arrays with a leading batch axis.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._program import Program, Vmap
+from .._sharding import batch_axes, over_batch_shards
+from .primitive import call
+
+
+def batch(
+    arrays: Sequence[Any], dims: Sequence[int | None], *, program: Program
+) -> tuple[list[Any], list[int]]:
+    """The batched outputs, all with their batch axis first."""
+    axes = batch_axes(arrays, dims)
+    if axes is None:
+        outs = _batched(program, arrays, dims)
+    else:
+        local = lambda *xs: _batched(program, xs, dims)  # noqa: E731
+        outs = over_batch_shards(local, axes, arrays, dims)
+    return outs, [0] * len(outs)
+
+
+def _batched(program: Program, arrays: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+    size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
+    method = program.leaf.function.vmap_method
+    if method == "torch":
+        out_axes = (0,) * len(program.outs)
+        return call(Vmap(program, tuple(dims), out_axes, size), *arrays)
+    leading = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(arrays, dims, strict=True)]
+    if method == "sequential":
+        return _looped(program, leading, dims)
+    # Only the function itself knows what an axis of size one means; derivatives of it have inputs
+    # (cotangents of a batch, for one batch-independent primal) for which it has no meaning.
+    expand = method == "expand_dims" and program.order == 0
+    aligned = [
+        x if d is not None else jnp.broadcast_to(x, (1 if expand else size, *x.shape))
+        for x, d in zip(leading, dims, strict=True)
+    ]
+    return call(program.broadcast(size, expand), *aligned)
+
+
+def _looped(program: Program, arrays: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+    def member(_: None, batched: list[Any]) -> tuple[None, list[Any]]:
+        rest = iter(batched)
+        xs = [x if d is None else next(rest) for x, d in zip(arrays, dims, strict=True)]
+        return None, call(program, *xs)
+
+    batched = [x for x, d in zip(arrays, dims, strict=True) if d is not None]
+    return jax.lax.scan(member, None, batched)[1]

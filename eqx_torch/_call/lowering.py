@@ -1,0 +1,54 @@
+"""Lowering: a torch call becomes one XLA custom call."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from jax.interpreters import mlir
+
+from .._compat import callback_target, explicit_axes, lower_callback
+from .._errors import EqxTorchError
+from .._program import Program
+from .runtime import callback
+
+
+def lower(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Sequence[Any]:
+    """The lowering rule."""
+    (platform, *others) = ctx.module_context.platforms
+    target = callback_target(platform)
+    if others or target is None:
+        wanted = ", ".join(ctx.module_context.platforms)
+        raise EqxTorchError(
+            f"`{program.leaf.name}` was lowered for {wanted}, but torch functions run on one of "
+            "CPU, CUDA and ROCm. Lower the program for one of these (for instance under "
+            '`jax.default_device(jax.devices("cpu")[0])`), or call the function outside of it.'
+        )
+    _warn_if_gathered(ctx, program)
+    program.prepare()
+    return lower_callback(ctx, target, callback(program, platform), operands)
+
+
+def _warn_if_gathered(ctx: mlir.LoweringRuleContext, program: Program) -> None:
+    """Warns where XLA may gather sharded inputs onto every device without anyone's asking.
+
+    Inside manual axes the inputs are local shards; types with explicit axes only prove that the
+    inputs are replicated. Everything else is XLA's choice, and unknown when JAX traces.
+    """
+    context = ctx.module_context.axis_context
+    if not isinstance(context, mlir.ShardingContext) or context.num_devices == 1:
+        return
+    if all(_proves_replicated(aval) for aval in ctx.avals_in):
+        return
+    warnings.warn(
+        f"`{program.leaf.name}` is called in a program over {context.num_devices} devices, and "
+        "the types of its inputs do not prove that they are replicated. If they are sharded, XLA "
+        "gathers them onto every device and every device computes the whole. Use a mesh with "
+        "explicit axes (`jax.make_mesh(..., axis_types=(AxisType.Explicit,))`) and pass "
+        "`out_specs=`, or call it inside `jax.shard_map`.",
+        stacklevel=2,
+    )
+
+
+def _proves_replicated(aval: Any) -> bool:
+    mesh = aval.sharding.mesh
+    return not mesh.empty and explicit_axes(mesh) == frozenset(mesh.axis_names)

@@ -1,0 +1,101 @@
+"""Everything that depends on a version of JAX or torch, and every private name.
+
+Each private import stands here with the reason why no public name would do, so that a new
+release of JAX or torch can only break this file.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+# JAX's tracing caches own the parameters of a primitive (up to 2048 entries) unless their type is
+# in this set, which holds them by weak reference, as JAX does with jaxprs. Without it the caches
+# would keep the torch functions and modules alive that the user has dropped.
+from jax._src.util import weakref_cache_key_types as _weakly_cached_types
+from jax.interpreters import mlir
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+# Tensors without memory have no public constructor; `torch.compile` and `torch.export` use these.
+from torch._C import (
+    # The number of active function modes (`torch.set_default_device` is one) is read on every
+    # call; the public `torch.get_default_device` costs 3 us, this 0.05 us.
+    _len_torch_function_stack as torch_function_modes,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+# The only hook that sees each operator with its schema, hence each write; used while probing.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# Copies of real storages are taken in the middle of a run on fake tensors.
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "torch_function_modes", "without_modes"]
+
+# The XLA custom calls behind `jax.experimental.buffer_callback`, registered when jaxlib loads.
+# They are used directly because `buffer_callback` rebuilds argument trees on every call.
+_CALLBACK_TARGETS = {
+    "cpu": "xla_buffer_python_cpu_callback",
+    "cuda": "xla_buffer_python_gpu_callback",
+    "rocm": "xla_buffer_python_gpu_callback",
+}
+
+
+def cached_weakly(cls: type) -> type:
+    """Class decorator: JAX's caches hold the instances of `cls` weakly."""
+    _weakly_cached_types.add(cls)
+    return cls
+
+
+def callback_target(platform: str) -> str | None:
+    """The custom call that runs a Python callback on buffers, None where there is none."""
+    return _CALLBACK_TARGETS.get(platform)
+
+
+def lower_callback(
+    ctx: mlir.LoweringRuleContext,
+    target: str,
+    callback: Callable[..., tuple[()]],
+    operands: Sequence[Any],
+) -> Sequence[Any]:
+    """Emits a custom call that passes its operand and result buffers to `callback`."""
+    ctx.module_context.add_host_callback(callback)
+    index = len(ctx.module_context.host_callbacks) - 1
+    return jax.ffi.ffi_lowering(target)(ctx, *operands, index=np.uint64(index))
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """The manual mesh axes along which a value of this type differs between devices."""
+    return frozenset(aval.manual_axis_type.varying)
+
+
+def output_aval(shape: tuple[int, ...], dtype: Any, operands: Sequence[Any]) -> Any:
+    """The type of a result that is unsharded and varies over the manual axes its operands do."""
+    mesh = next(
+        (a.sharding.mesh for a in operands if not a.sharding.mesh.empty),
+        jax.sharding.get_abstract_mesh(),
+    )
+    if mesh.empty:
+        return jax.core.ShapedArray(shape, dtype)
+    sharding = NamedSharding(mesh, P(*(None,) * len(shape)))
+    varying = frozenset[str]().union(*map(varying_axes, operands))
+    if not varying:
+        return jax.core.ShapedArray(shape, dtype, sharding=sharding)
+    manual_axis_type = type(operands[0].manual_axis_type)
+    return jax.core.ShapedArray(
+        shape, dtype, sharding=sharding, manual_axis_type=manual_axis_type(varying=varying)
+    )
+
+
+def explicit_axes(mesh: Any) -> frozenset[str]:
+    """The names of the mesh axes whose shardings are part of the types."""
+    return axes_of_type(mesh, AxisType.Explicit)
+
+
+def axes_of_type(mesh: Any, axis_type: AxisType) -> frozenset[str]:
+    """The names of the mesh axes of one type."""
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in pairs if kind == axis_type)

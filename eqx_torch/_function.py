@@ -1,0 +1,205 @@
+"""`torch2jax`: a torch function as a JAX function."""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ._errors import InputError
+from ._examples import Examples
+from ._invoke import Arguments, invoke
+from ._program import PROCESS_LOCK, Compiled, Lock, TorchFunction, VmapMethod
+from ._shapes import Inference, OutputShapes
+from ._trees import flatten
+
+_VMAP_METHODS = ("torch", "sequential", "broadcast_all", "expand_dims")
+
+
+def torch2jax(
+    fn: Callable[..., Any],
+    *example_args: Any,
+    example_kw: dict[str, Any] | None = None,
+    output_shapes: OutputShapes = None,
+    out_specs: Any = None,
+    lock: bool | Lock = False,
+    depth: int | None = None,
+    nondiff_argnums: int | Sequence[int] | None = None,
+    nondiff_mask: Any = None,
+    vmap_method: VmapMethod = "torch",
+    output_sharding_spec: Any = None,
+) -> Callable[..., Any]:
+    """Makes a JAX function of a torch function.
+
+    The result takes JAX arrays and returns JAX arrays. Each time the JAX program runs it, `fn` is
+    called with torch tensors that share memory with the arrays, on every device that takes part.
+    It works under `jax.jit`, `jax.vmap`, `jax.shard_map`, `jax.checkpoint`, control flow, and any
+    order of `jax.grad`, `jax.jvp` and `jax.hessian`; derivatives are computed by torch.
+
+    `fn` must give the same result for the same inputs and keep no tensor after it returns. It may
+    branch on values, and write to its arguments (it is given a copy of those).
+
+    **Arguments:**
+
+    - `fn`: takes and returns any nesting of tuples, lists, dicts, dataclasses and None with torch
+        tensors as leaves. Arguments that are not arrays (numbers, strings) are passed as they are.
+    - `*example_args`, `example_kw`: optional examples of the arguments: torch tensors, JAX arrays
+        or `jax.ShapeDtypeStruct`. They fix the structure of the arguments, move errors to the time
+        of wrapping, and give 64-bit dtypes back to arguments that JAX holds in 32 bits (class
+        labels). Calls may have other shapes.
+    - `output_shapes`: the outputs of `fn`: a tree of `jax.ShapeDtypeStruct`, tensors, arrays or
+        `Size`, or a function that gives one for the arguments as `jax.ShapeDtypeStruct`. Shapes
+        are global. If None, `fn` is run once for each new combination of shapes, on tensors
+        without memory. If examples are given too, it holds for calls with their shapes.
+    - `out_specs`: for inputs that are sharded over explicit mesh axes: how the outputs are, a
+        `jax.sharding.PartitionSpec` or a prefix tree of them. `fn` is then called on each shard.
+    - `lock`: True to hold one process-wide lock while `fn` or a derivative of it runs (devices
+        call it concurrently from different threads), or a context manager to hold instead.
+    - `depth`: how often the result may be differentiated; None for any number of times.
+    - `nondiff_argnums`: positions of arguments that derivatives leave out, as if constant.
+    - `nondiff_mask`: a tree of bools, or a prefix of one, like the positional arguments, True on
+        those that derivatives leave out.
+    - `vmap_method`: how `jax.vmap` calls `fn`. `"torch"`: one call under `torch.func.vmap`, or a
+        loop where that fails. `"sequential"`, `"broadcast_all"`, `"expand_dims"` as in `jax.ffi`.
+    - `output_sharding_spec`: the deprecated name of `out_specs`.
+
+    **Returns:**
+
+    A function with the signature of `fn`.
+
+    **Raises:**
+
+    `InputError` for arguments that do not fit; when called also `ShapeError`, `DtypeError`,
+    `OutputError`, `ShardingError` and `DepthError`. What `fn` raises arrives as
+    `jax.errors.JaxRuntimeError` with torch's message and traceback in its text.
+
+    !!! example
+
+        >>> import jax, jax.numpy as jnp, torch
+        >>> softplus = torch2jax(torch.nn.functional.softplus)
+        >>> jax.jit(jax.grad(lambda x: softplus(x).sum()))(jnp.zeros(3))
+        Array([0.5, 0.5, 0.5], dtype=float32)
+    """
+    if output_sharding_spec is not None:
+        warnings.warn(
+            "`output_sharding_spec` is deprecated; its name is now `out_specs`.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        out_specs = output_sharding_spec if out_specs is None else out_specs
+    _check_options(fn, depth, vmap_method)
+    compiled = Compiled()
+    function = TorchFunction(
+        fn,
+        name=function_name(fn),
+        lock=lock_of(lock),
+        depth=depth,
+        vmap_method=vmap_method,
+        compiled=compiled,
+    )
+    has_examples = bool(example_args) or example_kw is not None
+    examples = Examples(function.name, example_args, example_kw or {}) if has_examples else None
+    examples = Examples.of(function.name, example_args, example_kw)
+    infer = Inference(function, output_shapes, examples and examples.specs)
+    nondiff = _NonDiff(function.name, nondiff_argnums, nondiff_mask)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        arguments = Arguments(function.name, args, kwargs)
+        return invoke(
+            function,
+            infer,
+            arguments,
+            restored=examples and examples.restored(arguments),
+            frozen=nondiff.frozen(args, arguments),
+            out_specs=out_specs,
+        )
+
+    if examples is not None:
+        examples.infer(infer)
+    functools.update_wrapper(wrapped, fn)
+    wrapped.__dict__["_compiled"] = compiled
+    return wrapped
+
+
+class _NonDiff:
+    """Which arguments derivatives leave out."""
+
+    def __init__(self, name: str, argnums: int | Sequence[int] | None, mask: Any) -> None:
+        if argnums is not None and mask is not None:
+            raise InputError(
+                f"`{name}` was wrapped with both `nondiff_argnums` and `nondiff_mask`; pass one."
+            )
+        self._name = name
+        self._argnums = (argnums,) if isinstance(argnums, int) else argnums
+        self._mask = mask
+
+    def frozen(self, args: Sequence[Any], arguments: Arguments) -> list[bool] | None:
+        """Whether each array of a call is left out, None if none is."""
+        if self._argnums is None and self._mask is None:
+            return None
+        leaves, structure = flatten(tuple(args))
+        mask = self._mask_of(args, structure.unflatten(range(len(leaves))))
+        keyword = [False] * (len(arguments.statics) - len(mask))
+        pairs = zip([*mask, *keyword], arguments.statics, strict=True)
+        return [frozen for frozen, static in pairs if static is None]
+
+    def _mask_of(self, args: Sequence[Any], like: Any) -> list[bool]:
+        if self._argnums is not None:
+            self._check_argnums(len(args))
+            positions = {i % len(args) for i in self._argnums}
+            prefix: Any = tuple(i in positions for i in range(len(args)))
+        else:
+            prefix = self._mask if isinstance(self._mask, bool) else tuple(self._mask)
+        try:
+            return jax.tree.leaves(jax.tree.broadcast(prefix, like))
+        except ValueError as error:
+            raise InputError(
+                f"`nondiff_mask={self._mask!r}` of `{self._name}` is not a prefix of its "
+                f"{len(args)} positional arguments. Pass a tuple with a bool (or a tree of them) "
+                "for each."
+            ) from error
+
+    def _check_argnums(self, count: int) -> None:
+        wrong = [i for i in self._argnums or () if not -count <= i < count]
+        if wrong:
+            raise InputError(
+                f"`nondiff_argnums` of `{self._name}` names the positional arguments {wrong}, but "
+                f"it was called with {count}. Keyword arguments can be left out of derivatives by "
+                "`jax.lax.stop_gradient`."
+            )
+
+
+def function_name(fn: Callable[..., Any]) -> str:
+    """What messages call a function."""
+    inner = fn.func if isinstance(fn, functools.partial) else fn
+    return getattr(inner, "__name__", type(inner).__name__)
+
+
+def lock_of(lock: bool | Lock | None) -> Lock | None:
+    """The lock that an argument `lock=` asks for."""
+    if lock is True:
+        return PROCESS_LOCK
+    if lock is False or lock is None:
+        return None
+    if not isinstance(lock, contextlib.AbstractContextManager):
+        raise InputError(
+            f"`lock={lock!r}` is of type {type(lock).__name__}; pass True, False or a context "
+            "manager that can be entered any number of times, such as `threading.RLock()`."
+        )
+    return lock
+
+
+def _check_options(fn: Any, depth: Any, vmap_method: Any) -> None:
+    if not callable(fn):
+        raise InputError(
+            f"`torch2jax` takes a function of torch tensors, but got {fn!r} of type "
+            f"{type(fn).__name__}."
+        )
+    if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 0):
+        raise InputError(
+            f"`depth={depth!r}`: pass a number of derivatives (0 for none), or None for any."
+        )
+    if vmap_method not in _VMAP_METHODS:
+        raise InputError(f"`vmap_method={vmap_method!r}`: pass one of {', '.join(_VMAP_METHODS)}.")

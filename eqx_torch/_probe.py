@@ -1,0 +1,125 @@
+"""What a torch function returns, learnt from one run of it.
+
+The run is on fake tensors, which have shapes but no memory. Where the function needs values
+(`.item()`, `.numpy()`), it is on zeros, with a warning. Neither leaves a trace in the function, its
+modules or torch's random state; what the run showed about writes to inputs goes to the findings.
+"""
+
+import contextlib
+import dataclasses
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from ._compat import FakeTensorMode
+from ._dtypes import canonical_dtype, dtype_j2t
+from ._errors import EqxTorchError, OutputError, ShapeError
+from ._program import Site, Spec, TorchFunction, not_a_tensor
+from ._trees import Structure, flatten, leaf_paths
+from ._watch import Watch
+
+
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """What a function returns, and who says so."""
+
+    specs: tuple[Spec, ...]
+    structure: Structure
+    source: str
+
+
+def probe(function: TorchFunction, site: Site, in_specs: Sequence[Spec]) -> Outputs:
+    """The outputs of a function for inputs of these shapes, by running it once.
+
+    Raises:
+        ShapeError: the function ran neither on fake tensors nor on zeros.
+        OutputError: it returned something other than tensors.
+    """
+    try:
+        return _run(function, site, in_specs, _fake_tensors, "one run on fake tensors")
+    except EqxTorchError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    try:
+        outputs = _run(function, site, in_specs, _real_tensors, "one run on zeros")
+    except EqxTorchError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(f"{s.dtype}{list(s.shape)}" for s in in_specs)
+        raise ShapeError(
+            f"cannot infer what `{function.name}` returns for inputs {shapes}: running it on "
+            f"zeros of these shapes raised {type(error).__name__}: {error}\n"
+            "If the inputs are right, declare the outputs: `output_shapes=` takes a tree of "
+            "`jax.ShapeDtypeStruct`, and the function is then not run to infer them."
+        ) from error
+    warnings.warn(
+        f"the output shapes of `{function.name}` were inferred by running it on zeros, because "
+        f"it does not run on tensors without values: {reason.splitlines()[0]}\n"
+        "Declare them by `output_shapes=` to save this run, and if they depend on values.",
+        stacklevel=2,
+    )
+    return outputs
+
+
+def _run(
+    function: TorchFunction,
+    site: Site,
+    in_specs: Sequence[Spec],
+    tensors: Callable[[], contextlib.AbstractContextManager[None]],
+    source: str,
+) -> Outputs:
+    watch = Watch()
+    with site.ambient.in_force(), _eager(), function.trial() as trial, tensors():
+        inputs = [_empty(spec, dtype) for spec, dtype in zip(in_specs, site.restored, strict=True)]
+        args, kwargs = site.arguments(inputs)
+        try:
+            with watch:
+                result = trial(args, kwargs)
+        finally:
+            watch.undo()
+    outputs = _outputs(function.name, result, source)
+    written = frozenset(i for i, x in enumerate(inputs) if watch.wrote(x))
+    function.learn(site, written, watch)
+    return outputs
+
+
+def _outputs(name: str, result: Any, source: str) -> Outputs:
+    leaves, structure = flatten(result)
+    for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+            raise OutputError(not_a_tensor(name, path, leaf))
+    specs = tuple(Spec(tuple(x.shape), canonical_dtype(x.dtype)) for x in leaves)
+    return Outputs(specs, structure, source)
+
+
+def _empty(spec: Spec, restored: torch.dtype | None) -> torch.Tensor:
+    dtype = dtype_j2t(spec.dtype) if restored is None else restored
+    return torch.zeros(spec.shape, dtype=dtype, device=_device())
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if jax.default_backend() == "gpu" else "cpu")
+
+
+@contextlib.contextmanager
+def _fake_tensors() -> Iterator[None]:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+@contextlib.contextmanager
+def _real_tensors() -> Iterator[None]:
+    with torch.random.fork_rng():
+        yield
+
+
+def _eager() -> contextlib.AbstractContextManager[Any]:
+    """Compiled torch functions run uncompiled; if none was compiled, the compiler is not loaded."""
+    if "torch._dynamo" in sys.modules:
+        return torch.compiler.set_stance("force_eager")
+    return contextlib.nullcontext()

@@ -1,0 +1,102 @@
+"""Batches of a torch program: one call of `torch.func.vmap`, or a loop where it cannot batch."""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from .._compat import cached_weakly
+from .._dtypes import dtype_j2t
+from .base import Derived, Program, Spec, Tensors
+
+Axes = tuple[int | None, ...]
+
+
+@cached_weakly
+@dataclasses.dataclass(frozen=True, repr=False)
+class Vmap(Derived):
+    """`inner` on each member of a batch.
+
+    An input without an axis is the same for every member. An output without an axis is the sum
+    over the members: summing is the adjoint of giving every member the same.
+    """
+
+    inner: Program
+    in_axes: Axes
+    out_axes: Axes
+    size: int
+
+    @functools.cached_property
+    def ins(self) -> tuple[Spec, ...]:
+        return _batched_specs(self.inner.ins, self.in_axes, self.size)
+
+    @functools.cached_property
+    def outs(self) -> tuple[Spec, ...]:
+        return _batched_specs(self.inner.outs, self.out_axes, self.size)
+
+    @property
+    def linear(self) -> frozenset[int]:
+        return self.inner.linear
+
+    @property
+    def order(self) -> int:
+        return self.inner.order
+
+    @property
+    def name(self) -> str:
+        return f"vmap({self.inner.name})"
+
+    def broadcast(self, size: int, expand: bool) -> Program:
+        in_axes = tuple(None if a is None else a + 1 for a in self.in_axes)
+        out_axes = tuple(None if a is None else a + 1 for a in self.out_axes)
+        return Vmap(self.inner.broadcast(size, expand), in_axes, out_axes, self.size)
+
+    def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
+        if self.size == 0:
+            return [torch.zeros(s.shape, dtype=dtype_j2t(s.dtype)) for s in self.outs]
+        findings = self.leaf.function.findings
+        if functional:
+            return self._batched(inputs)
+        if findings.batching_fails:
+            return self._looped(inputs)
+        try:
+            return self._batched(inputs)
+        except Exception as error:
+            out = self._looped(inputs)
+            findings.batching_fails = True
+            warnings.warn(_LOOPED.format(name=self.leaf.function.name, error=error), stacklevel=2)
+            return out
+
+    def _batched(self, inputs: Tensors) -> list[torch.Tensor]:
+        def member(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(self.inner.run(xs, functional=True))
+
+        stacked = tuple(axis or 0 for axis in self.out_axes)
+        batched = torch.func.vmap(member, self.in_axes, stacked, randomness="different")
+        outs = zip(batched(*inputs), self.out_axes, strict=True)
+        return [y.sum(0) if axis is None else y for y, axis in outs]
+
+    def _looped(self, inputs: Tensors) -> list[torch.Tensor]:
+        pairs = list(zip(inputs, self.in_axes, strict=True))
+        members = [
+            self.inner.run([x if a is None else x.select(a, i) for x, a in pairs], functional=False)
+            for i in range(self.size)
+        ]
+        return [
+            torch.stack(ys).sum(0) if axis is None else torch.stack(ys, axis)
+            for ys, axis in zip(zip(*members, strict=True), self.out_axes, strict=True)
+        ]
+
+
+_LOOPED = (
+    "torch.func.vmap cannot batch `{name}`, so the members of the batch are computed one after "
+    'another. Pass vmap_method="sequential" if this is what you want, or make the function '
+    "independent of the values of its inputs. torch said: {error}"
+)
+
+
+def _batched_specs(specs: Sequence[Spec], axes: Axes, size: int) -> tuple[Spec, ...]:
+    pairs = zip(specs, axes, strict=True)
+    return tuple(s if axis is None else s.batched(size, axis) for s, axis in pairs)

@@ -1,0 +1,93 @@
+"""The torch function at the bottom of a program, and what running it has taught about it."""
+
+import contextlib
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from .._watch import Watch, untouched
+
+if TYPE_CHECKING:
+    from .leaf import Site
+
+VmapMethod: TypeAlias = Literal["torch", "sequential", "broadcast_all", "expand_dims"]
+Lock: TypeAlias = contextlib.AbstractContextManager[Any]
+
+PROCESS_LOCK = threading.RLock()
+
+
+@dataclasses.dataclass(eq=False)
+class Findings:
+    """What runs of a function have shown. Invariant: dropping any of it costs time, never truth.
+
+    Attributes:
+        written: for each call site, the inputs that the function writes to.
+        forward_mode_fails: whether `torch.func.jvp` has failed where the double backward worked.
+        batching_fails: whether `torch.func.vmap` has failed where a loop worked.
+    """
+
+    written: "dict[Site, frozenset[int]]" = dataclasses.field(default_factory=dict)
+    forward_mode_fails: bool = False
+    batching_fails: bool = False
+
+
+class Compiled:
+    """The jitted forms of a function's programs, for calls outside of `jax.jit`.
+
+    Invariant: owned by what the user holds (the wrapped function), never by a program. A program
+    that owned it would keep its own cache entry alive for ever, since JAX's caches own programs.
+    """
+
+    def __init__(self) -> None:
+        self.by_program: dict[Any, Callable[..., Any]] = {}
+
+
+class TorchFunction:
+    """A Python function of torch tensors, with the options that belong to it.
+
+    Compares by identity; a subclass whose instances can be compared by value may do so.
+
+    Attributes:
+        name: what messages and jaxprs call it.
+        lock: held while it or one of its derivatives runs.
+        depth: how often it may be differentiated, None for any number of times.
+        vmap_method: how a batch of it is computed.
+        findings: what is known about it.
+        compiled: weakly, its jitted programs.
+    """
+
+    def __init__(
+        self,
+        python: Callable[..., Any],
+        *,
+        name: str,
+        lock: Lock | None = None,
+        depth: int | None = None,
+        vmap_method: VmapMethod = "torch",
+        compiled: Compiled | None = None,
+    ) -> None:
+        self.python = python
+        self.name = name
+        self.lock = lock
+        self.depth = depth
+        self.vmap_method: VmapMethod = vmap_method
+        self.findings = Findings()
+        self.compiled = (lambda: None) if compiled is None else weakref.ref(compiled)
+
+    @contextlib.contextmanager
+    def trial(self) -> Iterator[Callable[[Sequence[Any], Mapping[str, Any]], Any]]:
+        """The function, for one run that leaves no trace in Python objects."""
+        with untouched(self.python):
+            yield lambda args, kwargs: self.python(*args, **kwargs)
+
+    def learn(self, site: "Site", written: frozenset[int], watch: Watch) -> None:
+        """Takes note of what a trial has shown."""
+        del watch
+        self.findings.written[site] = written
+
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, functional: bool) -> Any:
+        """Runs the function; `functional` says whether a transformation of torch.func is active."""
+        del functional
+        return self.python(*args, **kwargs)

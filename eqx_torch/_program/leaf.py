@@ -1,0 +1,274 @@
+"""The program that is the user's function, at one call site and for inputs of given shapes.
+
+A function may write to its arguments, but JAX arrays are immutable and its memory is theirs. So
+inputs that are known to be written are copied first. What is known comes from the probe that
+infers output shapes; where there was none, the first run works on copies and compares. A function
+that writes to an input only later, depending on values, is caught after the fact by the runtime.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .._ambient import Ambient
+from .._compat import cached_weakly
+from .._dtypes import dtype_j2t
+from .._errors import InputError, OutputError, ShapeError
+from .._trees import Structure, flatten, leaf_paths
+from .base import Indices, Program, Spec, Tensors
+from .function import TorchFunction
+
+
+_WIDE = {
+    torch.int32: (torch.int64,),
+    torch.uint32: (torch.uint64,),
+    torch.float32: (torch.float64,),
+    torch.complex64: (torch.complex128,),
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Static:
+    """A Python value among the arguments; equal only to one of the same type."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @functools.cached_property
+    def _key(self) -> tuple[type, Any]:
+        try:
+            hash(self.value)
+        except TypeError:
+            return type(self.value), id(self.value)
+        # repr tells 0.0 from -0.0, which compare equal.
+        value = repr(self.value) if isinstance(self.value, float | complex) else self.value
+        return type(self.value), value
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """How a function is called: everything about the call but its arrays.
+
+    Attributes:
+        structure: of `(args, kwargs)`.
+        statics: for each leaf, the Python value, or None where an array stands.
+        restored: for each array, the torch dtype that it is given before torch sees it.
+        ambient: the torch settings of the thread that traced the call.
+    """
+
+    structure: Structure
+    statics: tuple[Static | None, ...]
+    restored: tuple[torch.dtype | None, ...]
+    ambient: Ambient
+
+    def arguments(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """The arguments, with these arrays in their places."""
+        if self._positional:
+            return arrays, {}
+        rest = iter(arrays)
+        leaves = [next(rest) if s is None else s.value for s in self.statics]
+        return self.structure.unflatten(leaves)
+
+    @functools.cached_property
+    def paths(self) -> list[str]:
+        """Where each array stands in the call."""
+        pairs = zip(leaf_paths(self.structure), self.statics, strict=True)
+        return [_argument(path) for path, static in pairs if static is None]
+
+    @functools.cached_property
+    def _positional(self) -> bool:
+        _, plain = flatten(((0,) * len(self.statics), {}))
+        return self.structure == plain and not any(self.statics)
+
+
+@cached_weakly
+@dataclasses.dataclass(frozen=True, repr=False)
+class Leaf(Program):
+    """The user's function.
+
+    Attributes:
+        x64: whether JAX had 64-bit types when the call was traced; if not, a 64-bit result
+            stands for its 32-bit counterpart.
+        source: where the output specs come from, for messages.
+    """
+
+    function: TorchFunction
+    site: Site
+    in_specs: tuple[Spec, ...]
+    out_specs: tuple[Spec, ...]
+    structure: Structure
+    x64: bool
+    source: str = dataclasses.field(compare=False)
+
+    @property
+    def ins(self) -> tuple[Spec, ...]:
+        return self.in_specs
+
+    @property
+    def outs(self) -> tuple[Spec, ...]:
+        return self.out_specs
+
+    @property
+    def leaf(self) -> "Leaf":
+        return self
+
+    @property
+    def order(self) -> int:
+        return 0
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.function, self.site, self.in_specs, self.out_specs, self.structure))
+
+    def broadcast(self, size: int, expand: bool) -> Program:
+        ins = tuple(s.batched(size, 0) for s in self.ins)
+        outs = tuple(s.batched(size, 0) for s in self.outs)
+        return dataclasses.replace(self, in_specs=ins, out_specs=outs)
+
+    def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
+        tensors = [
+            x if dtype is None else x.to(dtype)
+            for x, dtype in zip(inputs, self.site.restored, strict=True)
+        ]
+        written = self.function.findings.written.get(self.site)
+        if written is None:
+            return self._first_run(tensors, functional)
+        for i in written:
+            tensors[i] = tensors[i].clone()
+        return self._apply(tensors, functional)
+
+    def _first_run(self, tensors: list[torch.Tensor], functional: bool) -> list[torch.Tensor]:
+        copies = [t.clone() for t in tensors]
+        versions = [c._version for c in copies]
+        results = self._apply(copies, functional)
+        if not functional:
+            triples = enumerate(zip(tensors, copies, versions, strict=True))
+            changed = [i for i, (t, c, v) in triples if c._version != v or not _same_bits(t, c)]
+            self.function.findings.written[self.site] = frozenset(changed)
+        return results
+
+    def _apply(self, tensors: list[torch.Tensor], functional: bool) -> list[torch.Tensor]:
+        args, kwargs = self.site.arguments(tensors)
+        with self.site.ambient.in_force():
+            result = self.function.call(args, kwargs, functional=functional)
+        return self._checked(result)
+
+    def _checked(self, result: Any) -> list[torch.Tensor]:
+        if self._single and isinstance(result, torch.Tensor):
+            results = [result]
+        else:
+            results, structure = flatten(result)
+            if structure != self.structure:
+                raise self._structure_error(results, structure)
+        return [self._checked_leaf(i, r) for i, r in enumerate(results)]
+
+    def _checked_leaf(self, i: int, result: Any) -> torch.Tensor:
+        shape, dtype, accepted = self._expected[i]
+        if not isinstance(result, torch.Tensor) or result.layout is not torch.strided:
+            raise OutputError(not_a_tensor(self.name, leaf_paths(self.structure)[i], result))
+        if result.shape != shape or result.dtype not in accepted:
+            raise self._spec_error(i, result)
+        return result if result.dtype is dtype else result.to(dtype)
+
+    @functools.cached_property
+    def _single(self) -> bool:
+        return self.structure == flatten(0)[1]
+
+    @functools.cached_property
+    def _expected(self) -> list[tuple[torch.Size, torch.dtype, frozenset[torch.dtype]]]:
+        return [
+            (torch.Size(s.shape), dtype, _standing_for(dtype, self.x64))
+            for s in self.outs
+            for dtype in [dtype_j2t(s.dtype)]
+        ]
+
+    def _structure_error(self, results: list[Any], structure: Structure) -> Exception:
+        for path, result in zip(leaf_paths(structure), results, strict=True):
+            if not isinstance(result, torch.Tensor):
+                return OutputError(not_a_tensor(self.name, path, result))
+        return OutputError(
+            f"`{self.name}` returned another structure than was declared.\n"
+            f"  declared by {self.source}: {self.structure}\n"
+            f"  returned: {structure}\n"
+            "Return the same structure on every call, or declare the right one by `output_shapes=`."
+        )
+
+    def _spec_error(self, i: int, result: torch.Tensor) -> Exception:
+        spec = self.outs[i]
+        place = leaf_paths(self.structure)[i]
+        kind = ShapeError if tuple(result.shape) != spec.shape else OutputError
+        return kind(
+            f"`{self.name}` returned another {'shape' if kind is ShapeError else 'dtype'} than "
+            f"was declared{f' at output{place}' if place else ''}.\n"
+            f"  declared by {self.source}: {spec.dtype}{list(spec.shape)}\n"
+            f"  returned: {str(result.dtype).removeprefix('torch.')}{list(result.shape)}\n"
+            "Nothing is broadcast or cast for you: return what was declared, or declare what is "
+            "returned by `output_shapes=`."
+        )
+
+
+def write_error(leaf: Leaf, written: Indices) -> InputError:
+    """An input was written that earlier runs left alone; from now on it is copied."""
+    findings = leaf.function.findings
+    findings.written[leaf.site] = findings.written.get(leaf.site, frozenset()).union(written)
+    names = ", ".join(leaf.site.paths[i] for i in written)
+    return InputError(
+        f"`{leaf.name}` wrote to its input {names} on this call, but not on the first one, so "
+        "the JAX array behind it has been changed in place. Later calls work on a copy. To avoid "
+        "this, write to a copy in the function itself: `x = x.clone()`."
+    )
+
+
+def _argument(path: str) -> str:
+    """`[0][1]['a']` is the second positional argument's entry 'a'."""
+    if path.startswith("[0]"):
+        index, _, rest = path[4:].partition("]")
+        return f"argument {index}{rest}"
+    name, _, rest = path[4:].partition("]")
+    return f"argument {name}{rest}"
+
+
+def not_a_tensor(name: str, path: str, result: Any) -> str:
+    """The message for an output that JAX cannot take."""
+    where = f" at output{path}" if path else ""
+    if isinstance(result, torch.Tensor):
+        return (
+            f"`{name}` returned a tensor of layout {result.layout}{where}, but JAX arrays are "
+            "dense. Return `.to_dense()` of it."
+        )
+    return (
+        f"`{name}` returned {result!r} of type {type(result).__name__}{where}, but JAX can only "
+        "take torch tensors (in any nesting of tuples, lists, dicts, dataclasses and None). "
+        "Return `torch.as_tensor(...)` of it, or leave it out."
+    )
+
+
+def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    x, y = x.detach(), y.detach()
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    return torch.equal(_bytes(x), _bytes(y))
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+
+
+def _standing_for(dtype: torch.dtype, x64: bool) -> frozenset[torch.dtype]:
+    """The torch dtypes that arrive as this one."""
+    return frozenset([dtype, *(() if x64 else _WIDE.get(dtype, ()))])

@@ -1,0 +1,199 @@
+"""Torch functions on sharded arrays: explicit shardings in, shards to torch, explicit out.
+
+An array's type says how it is sharded over the *explicit* axes of its mesh. A torch function is
+opaque, so a call on such arrays becomes a `jax.shard_map` that is manual over the axes in use:
+each device calls the function on its shards. How the results lie is not in the inputs' types;
+`out_specs` says it. Over *manual* axes (inside the user's own `jax.shard_map`) arrays already are
+shards. Over *auto* axes the types say nothing, and XLA would gather what it pleases.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from ._compat import axes_of_type, explicit_axes
+from ._errors import ShardingError
+from ._program import Spec
+from ._trees import Structure
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Over which axes of which mesh a call is split, and how its inputs lie there."""
+
+    mesh: Any
+    axes: frozenset[str]
+    in_specs: tuple[P, ...]
+
+
+def plan(name: str, arrays: Sequence[Any], out_specs: Any) -> Plan | None:
+    """How to split a call, None where there is nothing to split.
+
+    Raises:
+        ShardingError: inputs are sharded over explicit axes and `out_specs` is missing, or
+            `out_specs` names axes that are not explicit.
+    """
+    types = [jax.typeof(x) for x in arrays]
+    mesh = _mesh(types)
+    if mesh.empty:
+        return None
+    explicit = explicit_axes(mesh)
+    in_specs = tuple(_kept(t.sharding.spec, explicit) for t in types)
+    used = frozenset[str]().union(*map(_names, in_specs))
+    if out_specs is None:
+        if used:
+            raise ShardingError(_missing_out_specs(name, used))
+        return None
+    for spec in _spec_leaves(name, out_specs):
+        _check_out_spec(name, mesh, spec, used)
+    return Plan(mesh, used, in_specs) if used else None
+
+
+def shard_map(plan: Plan, body: Callable[..., Any], out_specs: Any, arrays: Sequence[Any]) -> Any:
+    """Calls `body` on the shards of `arrays`."""
+    mapped = jax.shard_map(
+        body,
+        mesh=plan.mesh,
+        in_specs=plan.in_specs,
+        out_specs=out_specs,
+        axis_names=set(plan.axes),
+    )
+    return mapped(*arrays)
+
+
+def out_spec_list(name: str, out_specs: Any, structure: Structure) -> list[P]:
+    """`out_specs`, a spec or a prefix tree of the outputs, as one spec for each output."""
+    outputs = structure.unflatten(range(structure.num_leaves))
+    try:
+        return jax.tree.leaves(
+            jax.tree.broadcast(out_specs, outputs, is_leaf=_is_spec), is_leaf=_is_spec
+        )
+    except ValueError as error:
+        raise ShardingError(
+            f"`out_specs={out_specs}` of `{name}` is not a prefix of its outputs {structure}. "
+            "Pass one PartitionSpec for all outputs, or a tree of them like the outputs."
+        ) from error
+
+
+def local_spec(name: str, what: str, spec: Spec, partition: P, mesh: Any) -> Spec:
+    """The part of a global array that one device has."""
+    counts = [math.prod(mesh.shape[a] for a in _entry(e)) for e in partition]
+    counts += [1] * (len(spec.shape) - len(counts))
+    dims = list(zip(spec.shape, counts, strict=False))
+    if len(counts) > len(spec.shape) or any(size % count for size, count in dims):
+        raise ShardingError(
+            f"{what} of `{name}`, of global shape {list(spec.shape)}, cannot be divided by "
+            f"{partition} over the mesh axes {dict(mesh.shape)}. Each sharded dimension must be "
+            "a multiple of the number of devices along its axes: pad the batch, or choose other "
+            "specs."
+        )
+    return Spec(tuple(size // count for size, count in dims), spec.dtype)
+
+
+def batch_axes(arrays: Sequence[Any], dims: Sequence[int | None]) -> tuple[Any, P] | None:
+    """The mesh, and the axes over which the batch of a `jax.vmap` is sharded."""
+    for x, d in zip(arrays, dims, strict=True):
+        sharding = jax.typeof(x).sharding
+        if d is not None and not sharding.mesh.empty and sharding.spec[d] is not None:
+            return sharding.mesh, P(sharding.spec[d])
+    return None
+
+
+def over_batch_shards(
+    body: Callable[..., list[Any]],
+    axes: tuple[Any, P],
+    arrays: Sequence[Any],
+    dims: Sequence[int | None],
+) -> list[Any]:
+    """Calls `body` on the shards of a batch; its outputs have the batch axis first."""
+    mesh, batch = axes
+    in_specs = tuple(P() if d is None else P(*(None,) * d, *batch) for d in dims)
+    split = Plan(mesh, _names(batch), in_specs)
+    return shard_map(split, body, batch, arrays)
+
+
+def _mesh(types: Sequence[Any]) -> Any:
+    sharded = [t.sharding.mesh for t in types if not t.sharding.mesh.empty]
+    sharded.sort(key=lambda mesh: len(explicit_axes(mesh)), reverse=True)
+    return sharded[0] if sharded else jax.sharding.get_abstract_mesh()
+
+
+def _spec_leaves(name: str, out_specs: Any) -> list[P]:
+    leaves = jax.tree.leaves(out_specs, is_leaf=_is_spec)
+    for leaf in leaves:
+        if not _is_spec(leaf):
+            raise ShardingError(
+                f"`out_specs` of `{name}` holds {leaf!r} of type {type(leaf).__name__}; it takes "
+                'a `jax.sharding.PartitionSpec` or a tree of them, for instance `P("x")`.'
+            )
+    return leaves
+
+
+def _check_out_spec(name: str, mesh: Any, spec: P, used: frozenset[str]) -> None:
+    out = _names(spec)
+    unknown = out - frozenset(mesh.axis_names)
+    if unknown:
+        raise ShardingError(
+            f"`out_specs` of `{name}` names the mesh axes {sorted(unknown)}, but the mesh has "
+            f"{list(mesh.axis_names)}."
+        )
+    manual = out & axes_of_type(mesh, AxisType.Manual)
+    if manual:
+        raise ShardingError(
+            f"`out_specs` of `{name}` names {sorted(manual)}, which are manual here: inside "
+            "`jax.shard_map` the function sees local shards, and the shard_map's own `out_specs` "
+            "say how the results lie. Leave `out_specs` out."
+        )
+    auto = out & axes_of_type(mesh, AxisType.Auto)
+    if auto:
+        raise ShardingError(
+            f"`out_specs` of `{name}` names the Auto mesh axes {sorted(auto)}, over which JAX "
+            "does not know the shardings of the inputs when it traces, and XLA would gather "
+            "them. Make the axes explicit, `jax.make_mesh(shape, names, "
+            "axis_types=(AxisType.Explicit,) * len(names))`, or call the function inside "
+            "`jax.shard_map`."
+        )
+    if used - out:
+        raise ShardingError(
+            f"inputs of `{name}` are sharded over {sorted(used)}, but `out_specs` has {spec}, as "
+            f"if the results of all shards along {sorted(used - out)} were equal. Name these axes "
+            "in it, or reduce over them inside a `jax.shard_map` of your own."
+        )
+    if out - used:
+        raise ShardingError(
+            f"`out_specs` of `{name}` has {spec}, but no input is sharded over "
+            f"{sorted(out - used)}, so that every device along it would compute the same. Shard "
+            "an input, for instance `jax.sharding.reshard(x, P(...))`, or leave the axis out."
+        )
+
+
+def _missing_out_specs(name: str, used: frozenset[str]) -> str:
+    return (
+        f"inputs of `{name}` are sharded over the explicit mesh axes {sorted(used)}. A torch "
+        "function is opaque to JAX, so say how its results lie: either (1) pass `out_specs=`, "
+        f'for instance `out_specs=P("{min(used)}")`, to run it on each shard, or (2) replicate '
+        "the inputs, `jax.sharding.reshard(x, P())`, to run it on the full arrays."
+    )
+
+
+def _kept(spec: Any, axes: frozenset[str]) -> P:
+    """The spec over these axes only."""
+    kept = [tuple(a for a in _entry(e) if a in axes) for e in spec]
+    return P(*(names[0] if len(names) == 1 else names or None for names in kept))
+
+
+def _names(spec: P) -> frozenset[str]:
+    return frozenset(name for entry in spec for name in _entry(entry))
+
+
+def _entry(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)

@@ -1,0 +1,142 @@
+"""Flattening of whatever torch functions take and return.
+
+JAX's pytrees leave some containers closed that torch code uses: dataclasses, mappings such as
+Hugging Face's `ModelOutput`, and `torch.return_types`. `flatten` opens those too. It treats each
+as a *foreign* node: JAX flattens the tree with foreign nodes as leaves, and each of them is
+flattened in turn. A `Structure` is hashable and compares by value, so it can be static data.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import torch
+
+_ARRAYS = (torch.Tensor, jax.Array)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Foreign:
+    """How to rebuild one foreign container from its children."""
+
+    cls: type
+    names: tuple[Any, ...] | None
+    structure: "Structure"
+
+    def rebuild(self, children: Sequence[Any]) -> Any:
+        if self.names is None:
+            return self.cls(children)
+        items = dict(zip(self.names, children, strict=True))
+        if not dataclasses.is_dataclass(self.cls):
+            return self.cls(items)
+        if issubclass(self.cls, Mapping):
+            return self.cls(**items)
+        # Validation in `__init__` belongs to the user's own values, not to tracers or structs.
+        new = object.__new__(self.cls)
+        for name, value in items.items():
+            object.__setattr__(new, name, value)
+        return new
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """A tree without its leaves."""
+
+    treedef: Any
+    foreign: tuple[_Foreign | None, ...] | None
+
+    @property
+    def num_leaves(self) -> int:
+        if self.foreign is None:
+            return self.treedef.num_leaves
+        return sum(1 if f is None else f.structure.num_leaves for f in self.foreign)
+
+    def unflatten(self, leaves: Iterable[Any]) -> Any:
+        """The tree with these leaves."""
+        if self.foreign is None:
+            return jtu.tree_unflatten(self.treedef, leaves)
+        rest = iter(leaves)
+        nodes = [next(rest) if f is None else _rebuilt(f, rest) for f in self.foreign]
+        return jtu.tree_unflatten(self.treedef, nodes)
+
+    def __str__(self) -> str:
+        return str(self.unflatten([_Star()] * self.num_leaves))
+
+
+class _Star:
+    def __repr__(self) -> str:
+        return "*"
+
+
+def flatten(tree: Any) -> tuple[list[Any], Structure]:
+    """The leaves of a tree, and its structure."""
+    nodes, treedef = jtu.tree_flatten(tree, is_leaf=_is_foreign)
+    if not any(map(_is_foreign, nodes)):
+        return nodes, Structure(treedef, None)
+    leaves: list[Any] = []
+    foreign: list[_Foreign | None] = []
+    for node in nodes:
+        if not _is_foreign(node):
+            leaves.append(node)
+            foreign.append(None)
+            continue
+        names, children = _open(node)
+        child_leaves, structure = flatten(children)
+        leaves.extend(child_leaves)
+        foreign.append(_Foreign(type(node), names, structure))
+    return leaves, Structure(treedef, tuple(foreign))
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Applies `fn` to each leaf of a tree."""
+    leaves, structure = flatten(tree)
+    return structure.unflatten(map(fn, leaves))
+
+
+def leaf_paths(structure: Structure) -> list[str]:
+    """Where each leaf stands, as one would write it after the name of the tree."""
+    nodes = range(structure.treedef.num_leaves)
+    tree = jtu.tree_unflatten(structure.treedef, nodes)
+    paths = [jtu.keystr(path) for path, _ in jtu.tree_flatten_with_path(tree)[0]]
+    if structure.foreign is None:
+        return paths
+    out: list[str] = []
+    for path, foreign in zip(paths, structure.foreign, strict=True):
+        out.extend([path] if foreign is None else _foreign_paths(path, foreign))
+    return out
+
+
+def _foreign_paths(path: str, foreign: _Foreign) -> list[str]:
+    mapping = issubclass(foreign.cls, Mapping)
+    names = foreign.names
+    paths = []
+    for inner in leaf_paths(foreign.structure):
+        if names is not None:
+            index, _, rest = inner[1:].partition("]")
+            name = names[int(index)]
+            inner = (f"[{name!r}]" if mapping else f".{name}") + rest
+        paths.append(path + inner)
+    return paths
+
+
+def _rebuilt(foreign: _Foreign, leaves: Any) -> Any:
+    own = [next(leaves) for _ in range(foreign.structure.num_leaves)]
+    return foreign.rebuild(foreign.structure.unflatten(own))
+
+
+def _is_foreign(x: Any) -> bool:
+    if isinstance(x, _ARRAYS) or isinstance(x, type) or x is None:
+        return False
+    container = dataclasses.is_dataclass(x) or isinstance(x, Mapping | tuple | list)
+    return container and jtu.all_leaves([x])
+
+
+def _open(node: Any) -> tuple[tuple[Any, ...] | None, list[Any]]:
+    if isinstance(node, Mapping):
+        return tuple(node.keys()), list(node.values())
+    if dataclasses.is_dataclass(node):
+        present = [f.name for f in dataclasses.fields(node) if hasattr(node, f.name)]
+        return tuple(present), [getattr(node, name) for name in present]
+    return None, list(node)
