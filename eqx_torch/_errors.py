@@ -39,7 +39,3 @@ class ModuleError(EqxTorchError, TypeError):
 
 class AnnotationError(EqxTorchError, TypeError):
     """An annotation that cannot be used; raised when a function or module is wrapped."""
-
-
-class ShapeError(EqxTorchError, ValueError):
-    """Arguments of a call that do not match the annotations; raised when the call is traced."""
