@@ -326,13 +326,15 @@ def test_what_is_not_annotated_is_not_checked():
 
 
 def test_defaults():
-    def f(x: Row, y: Row = None, z: Row = 1.0) -> Row: ...  # noqa: RUF013
+    def f(x: Row, y: Row = None, z: Row = 1.0) -> Row: ...
 
     assert predict(f, arr(3)) == predict(f, arr(3), None, 1.0) == arr(3)
     refused(f, arr(3), arr(4))
     refused(f, arr(3), arr(3), 2.0)
 
-    def g(x: Float[Tensor, "n"], w: Float[Tensor, "n m"] = torch.ones(3, 4)) -> Float[Tensor, "m"]: ...
+    def g(
+        x: Float[Tensor, "n"], w: Float[Tensor, "n m"] = torch.ones(3, 4)
+    ) -> Float[Tensor, "m"]: ...
 
     assert predict(g, arr(3)) == arr(4)
     assert "argument `w`" in refused(g, arr(4))

@@ -159,11 +159,11 @@ def test_a_family_follows_its_own_before_others():
 def test_a_call_without_a_dtype_to_follow():
     f = returns(Float[Tensor, "n"], x=Num[Tensor, "n"])
     assert refused(f, arr(3, dtype="int32")) == (
-        "returns.<locals>.f: the result's structure cannot be read off its annotation"
+        "f: the result's structure cannot be read off its annotation"
         " Float[Tensor, 'n']: Float follows the inputs, whose dtypes are int32.\n"
         "names bound in this call:\n"
         "  n = 3, from argument `x`, dimension 0"
-    ).removeprefix("returns.<locals>.")
+    )
     g = returns(Float[Tensor, "n"], x=Float[Tensor, "n"], y=Float[Tensor, "n"])
     message = refused(g, arr(3, dtype="float8_e5m2"), arr(3))
     assert "torch does not promote float8_e5m2, float32" in message

@@ -55,7 +55,7 @@ def read(annotation: Any, owner: str, inside: tuple[type, ...] = ()) -> Spec:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         return _choice(text(annotation), tuple(read(one, owner, inside) for one in arguments))
-    if isinstance(origin, type) and issubclass(origin, tuple) and arguments:
+    if origin is tuple and (arguments or isinstance(annotation, types.GenericAlias)):
         return _tuple(annotation, arguments, owner, inside)
     if origin in SEQUENCES and arguments:
         return Elements(text(annotation), SEQUENCES[origin], read(arguments[0], owner, inside))
@@ -79,12 +79,14 @@ def text(annotation: Any) -> str:
         return " | ".join(map(text, arguments))
     if annotation is Ellipsis:
         return "..."
-    name = getattr(typing.get_origin(annotation) or annotation, "__name__", None) or repr(
-        annotation
-    )
-    if arguments and typing.get_origin(annotation) is not None:
-        return f"{name}[{', '.join(map(text, arguments))}]"
-    return name
+    if is_tree_annotation(annotation):
+        leaf, structure = tree_parts(annotation)
+        return (
+            f"PyTree[{text(leaf)}]" if structure is None else f"PyTree[{text(leaf)}, {structure!r}]"
+        )
+    origin = typing.get_origin(annotation)
+    name = getattr(origin or annotation, "__name__", None) or repr(annotation)
+    return f"{name}[{', '.join(map(text, arguments))}]" if origin and arguments else name
 
 
 def _plain(annotation: Any) -> Any:
