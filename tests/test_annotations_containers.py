@@ -16,6 +16,7 @@ from eqx_torch._annotations import read_signature
 
 
 Row = Float[Tensor, "n"]
+WEIGHT = torch.ones(3, 4)
 
 
 class Pair(NamedTuple):
@@ -332,9 +333,7 @@ def test_defaults():
     refused(f, arr(3), arr(4))
     refused(f, arr(3), arr(3), 2.0)
 
-    def g(
-        x: Float[Tensor, "n"], w: Float[Tensor, "n m"] = torch.ones(3, 4)
-    ) -> Float[Tensor, "m"]: ...
+    def g(x: Row, w: Float[Tensor, "n m"] = WEIGHT) -> Float[Tensor, "m"]: ...
 
     assert predict(g, arr(3)) == arr(4)
     assert "argument `w`" in refused(g, arr(4))

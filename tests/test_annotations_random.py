@@ -1,4 +1,4 @@
-"""Random annotations, against jaxtyping's verdict on real tensors and against what torch returns."""
+"""Random annotations, against jaxtyping's verdict on real tensors and what torch returns."""
 
 import functools
 from dataclasses import dataclass

@@ -60,7 +60,7 @@ def target(fn: Callable[..., Any]) -> Target | None:
         return target(fn.forward if original is None else original)
     if isinstance(fn, types.FunctionType):
         return _function(fn)
-    call = inspect.getattr_static(type(fn), "__call__", None)
+    call = type(fn).__call__
     return target(types.MethodType(call, fn)) if isinstance(call, types.FunctionType) else None
 
 

@@ -15,7 +15,6 @@ the body calls keep their checkers.
 """
 
 import functools
-import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -59,7 +58,7 @@ def unchecked(fn: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(fn, torch.nn.Module):
         cls = _class(type(fn))
         return fn if cls is type(fn) else _view(fn, cls)
-    call = inspect.getattr_static(type(fn), "__call__", None)
+    call = type(fn).__call__
     if isinstance(fn, type) or not isinstance(call, types.FunctionType):
         return fn
     inner = unchecked(call)
