@@ -1,5 +1,6 @@
 import collections
 import dataclasses
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, NewType, NotRequired, Optional, TypedDict, TypeVar
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from annotation_helpers import arr, bind, predict, refused, unreadable
-from jaxtyping import Float, Int, PyTree
+from jaxtyping import ArrayLike, Float, Int, PyTree
 from torch import Tensor
 
 from eqx_torch._annotations import read_signature
@@ -344,6 +345,34 @@ def test_concrete_arrays_are_checked_too():
 
     args = torch.zeros(3), np.zeros(3, "float32"), jax.numpy.zeros(3)
     assert predict(f, *args) == arr(3)
+
+
+def test_scalars_of_array_like():
+    def f(x: Float[ArrayLike, "*n"], y: Float[ArrayLike, "n"] = None) -> Float[Tensor, "*n"]: ...
+
+    assert predict(f, arr(3), np.zeros(3, "float32")) == arr(3)
+    assert predict(f, np.float32(3)) == arr()
+    bind(f, 1.0)
+    assert "it is a str, not one of these" in refused(f, "no")
+    assert "it is a float, not an array" in refused(f, arr(3), 1.0)
+
+
+def test_several_threads_at_once():
+    def f(x: PyTree[Float[Tensor, "?n"], "T"], k: int) -> PyTree[Float[Tensor, "?n {k}"], "T"]: ...
+
+    signature, found = read_signature(f), {}
+
+    def call(k):
+        for _ in range(50):
+            bindings = signature.bind(([arr(k), arr(k + 1)], k), {})
+            found.setdefault(k, set()).add(str(signature.output(bindings)))
+
+    threads = [threading.Thread(target=call, args=(k,)) for k in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {k: {str([arr(k, k), arr(k + 1, k)])} for k in range(6)}
 
 
 def test_arguments_that_do_not_fit():

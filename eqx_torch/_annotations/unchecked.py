@@ -11,7 +11,7 @@ as it is.
 Taken off are `jaxtyped(typechecker=...)` and beartype, also below other decorators. Left on are
 `jaxtyped(typechecker=None)`, which checks nothing itself and serves `isinstance` in the body, and
 typeguard's `@typechecked` alone, which rewrites the function and keeps no original. Functions that
-the body calls keep their checkers.
+the body calls, and a `forward` set on a module's instance, keep their checkers.
 """
 
 import functools
@@ -91,6 +91,8 @@ def _function(fn: types.FunctionType) -> Callable[..., Any]:
 def _rewrapped(fn: types.FunctionType, inner: Any, stripped: Any) -> types.FunctionType:
     """The decorator's wrapper `fn` around `stripped` in place of `inner`, which it closes over."""
     cells = fn.__closure__ or ()
+    if not any(_holds(cell, inner) for cell in cells):
+        return fn  # the decorator keeps the function where it cannot be replaced
     closure = tuple(types.CellType(stripped) if _holds(cell, inner) else cell for cell in cells)
     made = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, closure)
     made.__kwdefaults__ = fn.__kwdefaults__
@@ -106,7 +108,6 @@ def _holds(cell: types.CellType, value: Any) -> bool:
         return False  # not assigned yet
 
 
-@functools.lru_cache(maxsize=256)
 def _class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """`cls` with a `forward` that is not checked."""
     stripped = unchecked(cls.forward)
