@@ -33,6 +33,12 @@ def partly_unknown(x: Float[Tensor, "n"], config: Config | None = None) -> Float
 def unknown(x: Float[Matrix, "n"], y: Int[Tensor, "n"]): ...
 
 
+def half_string(x): ...
+
+
+half_string.__annotations__ = {"x": list["Float[Matrix, 'n']"]}
+
+
 def invalid(x: Float[Tensor, "*a *b"]): ...
 
 

@@ -140,6 +140,8 @@ def test_strings():
 def test_strings_that_cannot_be_evaluated():
     with pytest.warns(UserWarning, match="`x` is not checked.*name 'Matrix' is not defined"):
         signature = read_signature(strings.unknown)
+    with pytest.warns(UserWarning, match="`x` is not checked.*name 'Matrix' is not defined"):
+        assert read_signature(strings.half_string) is None
     signature.bind((arr(2, 2), arr(2, dtype="int32")), {})
     assert not signature.determines_output
     message = unreadable(strings.invalid)
@@ -162,6 +164,10 @@ def test_partial_arguments_bind_names():
 
     def star(*xs: Float[Tensor, "n"], k: int = 0) -> Float[Tensor, "n"]: ...
 
+    def named(x: Float[Tensor, "n"], **xs: Float[Tensor, "n"]) -> Float[Tensor, "n"]: ...
+
+    assert predict(functools.partial(named, y=torch.zeros(3)), arr(3)) == arr(3)
+    refused(functools.partial(named, y=torch.zeros(3)), arr(4))
     assert predict(functools.partial(star, torch.zeros(3), torch.zeros(3)), arr(3)) == arr(3)
     refused(functools.partial(star, torch.zeros(3), torch.zeros(4)), arr(3))
 
@@ -230,3 +236,10 @@ def test_a_stub_for_a_module_that_cannot_be_edited():
     ) -> Float[Tensor, "b {self.out_features}"]: ...
 
     assert predict(types.MethodType(stub, nn.Linear(3, 5)), arr(2, 3)) == arr(2, 5)
+
+
+def test_arguments_that_do_not_fit():
+    def f(x: Wide): ...
+
+    with pytest.raises(TypeError, match=r"f: missing a required argument: 'x'"):
+        read_signature(f).bind((), {})

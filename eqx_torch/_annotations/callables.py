@@ -65,28 +65,28 @@ def target(fn: Callable[..., Any]) -> Target | None:
 
 
 def evaluated(annotation: Any, owner: str, subject: str, scope: Mapping[str, Any]) -> Any:
-    """`annotation` with its strings evaluated in `scope`; `typing.Any` where a name in it is not
-    defined.
+    """`annotation` with its strings evaluated in `scope`, `typing.Any` if that is not possible.
 
     Raises AnnotationError if jaxtyping refuses the annotation. Warns if it is one of jaxtyping's
     that is dropped.
     """
+    shown = repr(annotation)
     holder = types.SimpleNamespace(__annotations__={"value": annotation})
     try:
         return typing.get_type_hints(holder, dict(scope), include_extras=True)["value"]
     except (NameError, AttributeError) as error:
-        if isinstance(annotation, str) and _OF_JAXTYPING.search(annotation):
+        if _OF_JAXTYPING.search(shown):
             warnings.warn(
-                f"{owner}: the annotation {annotation!r} of {subject} is not checked, because it"
+                f"{owner}: the annotation {shown} of {subject} is not checked, because it"
                 f" cannot be evaluated: {error}. Import what it names at run time too, not only"
                 " under `if TYPE_CHECKING`.",
                 stacklevel=2,
             )
         return Any
     except Exception as error:
-        if isinstance(annotation, str) and _OF_JAXTYPING.search(annotation):
+        if _OF_JAXTYPING.search(shown):
             raise AnnotationError(
-                f"{owner}: the annotation {annotation!r} of {subject} is invalid: {error}"
+                f"{owner}: the annotation {shown} of {subject} is invalid: {error}"
             ) from error
         return Any
 

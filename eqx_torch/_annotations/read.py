@@ -14,15 +14,12 @@ import types
 import typing
 from typing import Any
 
-import jax
-import numpy as np
-import torch
-
 from .._compat_jaxtyping import AbstractArray, dims, dtype_names, is_tree_annotation, tree_parts
 from . import dtypes
 from .callables import evaluated
 from .specs import (
     Array,
+    ARRAYS,
     Choice,
     Elements,
     Items,
@@ -34,9 +31,6 @@ from .specs import (
     Tree,
     Values,
 )
-
-
-_ARRAYS = (torch.Tensor, jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
 def read(annotation: Any, owner: str, inside: tuple[type, ...] = ()) -> Spec:
@@ -171,4 +165,4 @@ def _other(annotation: Any) -> Other:
     cls = typing.get_origin(annotation) or annotation
     if not isinstance(cls, type):
         return Other(text(annotation), False)
-    return Other(text(annotation), issubclass(cls, _ARRAYS), cls)
+    return Other(text(annotation), issubclass(cls, ARRAYS), cls)

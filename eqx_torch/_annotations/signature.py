@@ -36,8 +36,7 @@ class _Parameter:
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """What the jaxtyping annotations of a callable say. Immutable, and safe to use from several
-    threads.
+    """What the jaxtyping annotations of a callable say. Immutable, for any number of threads.
 
     **Attributes:**
 
@@ -189,14 +188,13 @@ def _slim(
     """
     dims = [dim for spec in specs for array, _ in arrays_in(spec) for dim in array.dims]
     read_later = any(dim.kind == "expression" and "{" in dim.text for dim in dims)
-    names = [
-        one.name
-        for one in found.signature.parameters.values()
-        if one.kind in (_Kind.POSITIONAL_ONLY, _Kind.POSITIONAL_OR_KEYWORD)
-    ]
+    parameters = found.signature.parameters
+    positional = (_Kind.POSITIONAL_ONLY, _Kind.POSITIONAL_OR_KEYWORD)
+    names = [one.name for one in parameters.values() if one.kind in positional]
 
     def slim(name: str | None, value: Any) -> Any:
-        keep = read_later or name is None or name in checked
+        # What is in no parameter of its own belongs to `*args` or `**kwargs`.
+        keep = read_later or name not in parameters or name in checked
         return jax.tree.map(_struct, value) if keep else None
 
     given = itertools.zip_longest(names[: len(found.args)], found.args)

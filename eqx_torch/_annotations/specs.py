@@ -105,7 +105,7 @@ class Other:
     cls: type | None = None
 
 
-_ARRAYS = (jax.ShapeDtypeStruct, torch.Tensor, jax.Array, np.ndarray, np.generic)
+ARRAYS = (jax.ShapeDtypeStruct, torch.Tensor, jax.Array, np.ndarray, np.generic)
 Spec = Array | Items | Elements | Values | Record | Tree | Choice | Nothing | Other
 
 
@@ -154,7 +154,7 @@ def trees_in(spec: Spec) -> Iterator[Tree]:
 
 def is_array(value: Any) -> bool:
     """Whether `value` is an array or stands for one."""
-    return isinstance(value, _ARRAYS)
+    return isinstance(value, ARRAYS)
 
 
 def accepts(spec: Spec, value: Any) -> bool:
