@@ -223,6 +223,23 @@ def test_a_refused_member_of_a_union_binds_nothing():
 
     assert bind(f, arr(2, 4)).names == {"m": 2, "n": 4}
 
+    Ends = tuple[Row, Float[Tensor, "n 2"]]
+    Free = tuple[Float[Tensor, "m"], Float[Tensor, "k 3"]]
+
+    def g(x: Ends | Free) -> Float[Tensor, "m"]: ...
+
+    assert bind(g, (arr(3), arr(4, 3))).names == {"m": 3, "k": 4}
+    assert refused(g, (arr(3), arr(4, 5))) == (
+        "g: argument `x` does not match its annotation.\n"
+        "  annotation: tuple[Float[Tensor, 'n'], Float[Tensor, 'n 2']]"
+        " | tuple[Float[Tensor, 'm'], Float[Tensor, 'k 3']]\n"
+        "  not tuple[Float[Tensor, 'n'], Float[Tensor, 'n 2']]: `x[1]`, dimension 0 (`n`) is 4,"
+        " must be 3\n"
+        "  not tuple[Float[Tensor, 'n'], Float[Tensor, 'n 2']]: `x[1]`, dimension 1 is 5, must be"
+        " 2\n"
+        "  not tuple[Float[Tensor, 'm'], Float[Tensor, 'k 3']]: `x[1]`, dimension 1 is 5, must be 3"
+    )
+
 
 def test_unions_with_other_types():
     def f(x: float | Row | dict[str, Row]): ...

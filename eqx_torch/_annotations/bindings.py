@@ -73,22 +73,16 @@ class Bindings:
 
 
 def add_array(array: Array, value: Any, path: str, bindings: Bindings) -> bool:
-    """Checks the shape of `value` and binds its names; False, and nothing bound, if it does not
-    match.
+    """Checks the shape of `value` and binds its names; False if it does not match.
 
-    Raises, with nothing bound, what an expression among the dimensions raises.
+    What was bound up to the dimension that fails stays, to tell the caller of the call's failure.
+    Raises what an expression among the dimensions raises.
     """
     single, variadic = bindings.single, bindings.variadic
-    before = single.copy(), variadic.copy()
-    matched = False
-    try:
-        matched = check_shape(array.annotation, value, single, variadic, bindings.arguments) == ""
-    finally:
-        if not matched:
-            bindings.single, bindings.variadic = before
-    if not matched:
+    before = len(single) + len(variadic)
+    if check_shape(array.annotation, value, single, variadic, bindings.arguments) != "":
         return False
-    if array.broadcasts or len(single) > len(before[0]) or len(variadic) > len(before[1]):
+    if array.broadcasts or len(single) + len(variadic) > before:
         _note_origins(array, value.shape, path, bindings)
     return True
 

@@ -130,7 +130,8 @@ def _choice(spec: Choice, value: Any, path: str, bindings: Bindings) -> None:
         except MismatchError as mismatch:
             if len(members) == 1:
                 raise
-            problems += [f"not {member.text}: {problem}" for problem in mismatch.problems]
+            where = "" if mismatch.path == path else f"`{mismatch.path}`, "
+            problems += [f"not {member.text}: {where}{one}" for one in mismatch.problems]
         else:
             bindings.become(tried)
             return
