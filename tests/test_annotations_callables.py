@@ -20,6 +20,8 @@ from eqx_torch._annotations import read_signature
 
 Wide = Float[Tensor, "n m"]  # typeguard reads strings inside annotations as code
 High = Float[Tensor, "m n"]
+Row = Float[Tensor, "n"]
+WEIGHT = torch.ones(3, 4)
 
 
 def transpose(x: Wide, k: int = 2) -> High:
@@ -243,3 +245,24 @@ def test_arguments_that_do_not_fit():
 
     with pytest.raises(TypeError, match=r"f: missing a required argument: 'x'"):
         read_signature(f).bind((), {})
+
+
+def test_star_arguments():
+    def f(*xs: Row, k: int = 3, **named: Float[Tensor, "n 2"]) -> Row: ...
+
+    assert predict(f, arr(3), arr(3), a=arr(3, 2)) == arr(3)
+    assert "argument `xs[1]`" in refused(f, arr(3), arr(4))
+    assert "argument `b`" in refused(f, arr(3), a=arr(3, 2), b=arr(4, 2))
+
+
+def test_defaults():
+    def f(x: Row, y: Row = None, z: Row = 1.0) -> Row: ...
+
+    assert predict(f, arr(3)) == predict(f, arr(3), None, 1.0) == arr(3)
+    refused(f, arr(3), arr(4))
+    refused(f, arr(3), arr(3), 2.0)
+
+    def g(x: Row, w: Float[Tensor, "n m"] = WEIGHT) -> Float[Tensor, "m"]: ...
+
+    assert predict(g, arr(3)) == arr(4)
+    assert "argument `w`" in refused(g, arr(4))

@@ -14,7 +14,6 @@ from torch import Tensor
 
 
 Row = Float[Tensor, "n"]
-WEIGHT = torch.ones(3, 4)
 
 
 class Pair(NamedTuple):
@@ -268,31 +267,10 @@ def test_named_annotations():
         refused(f, *args)
 
 
-def test_star_arguments():
-    def f(*xs: Row, k: int = 3, **named: Float[Tensor, "n 2"]) -> Row: ...
-
-    assert predict(f, arr(3), arr(3), a=arr(3, 2)) == arr(3)
-    assert "argument `xs[1]`" in refused(f, arr(3), arr(4))
-    assert "argument `b`" in refused(f, arr(3), a=arr(3, 2), b=arr(4, 2))
-
-
 def test_what_is_not_annotated_is_not_checked():
     def f(x: Row, n: int, s: str, t: Tensor, d: dict, anything, flag: bool = True) -> Row: ...
 
     assert predict(f, arr(3), "1", 2, None, 3, object()) == arr(3)
-
-
-def test_defaults():
-    def f(x: Row, y: Row = None, z: Row = 1.0) -> Row: ...
-
-    assert predict(f, arr(3)) == predict(f, arr(3), None, 1.0) == arr(3)
-    refused(f, arr(3), arr(4))
-    refused(f, arr(3), arr(3), 2.0)
-
-    def g(x: Row, w: Float[Tensor, "n m"] = WEIGHT) -> Float[Tensor, "m"]: ...
-
-    assert predict(g, arr(3)) == arr(4)
-    assert "argument `w`" in refused(g, arr(4))
 
 
 def test_concrete_arrays_are_checked_too():
