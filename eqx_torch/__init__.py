@@ -1,1 +1,29 @@
+from torch import Size as Size
+
+from ._arrays import j2t as j2t, t2j as t2j, tree_j2t as tree_j2t, tree_t2j as tree_t2j
+from ._dtypes import dtype_j2t as dtype_j2t, dtype_t2j as dtype_t2j
+from ._errors import (
+    ConversionError as ConversionError,
+    DepthError as DepthError,
+    DtypeError as DtypeError,
+    EqxTorchError as EqxTorchError,
+    InputError as InputError,
+    ModuleError as ModuleError,
+    OutputError as OutputError,
+    ShapeError as ShapeError,
+    ShardingError as ShardingError,
+)
+from ._filter_shard_map import filter_shard_map as filter_shard_map
 from ._function import torch2jax as torch2jax
+from ._module import (
+    from_torch as from_torch,
+    load_state_dict as load_state_dict,
+    stack_modules as stack_modules,
+    state_dict as state_dict,
+    to_torch as to_torch,
+    TorchModule as TorchModule,
+    trainable as trainable,
+)
+
+
+__version__ = "0.1.0"

@@ -15,6 +15,7 @@ import torch
 
 from ._compat import torch_function_modes
 
+
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 

@@ -5,19 +5,18 @@ release of JAX or torch can only break this file.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import jax.core
 import numpy as np
-import torch
 
 # JAX's tracing caches own the parameters of a primitive (up to 2048 entries) unless their type is
 # in this set, which holds them by weak reference, as JAX does with jaxprs. Without it the caches
 # would keep the torch functions and modules alive that the user has dropped.
 from jax._src.util import weakref_cache_key_types as _weakly_cached_types
 from jax.interpreters import mlir
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 # Tensors without memory have no public constructor; `torch.compile` and `torch.export` use these.
 from torch._C import (
@@ -28,12 +27,16 @@ from torch._C import (
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
 # The only hook that sees each operator with its schema, hence each write; used while probing.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-
 # Copies of real storages are taken in the middle of a run on fake tensors.
-from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes as without_modes,
+    TorchDispatchMode as TorchDispatchMode,
+)
+
 
 __all__ = ["FakeTensorMode", "TorchDispatchMode", "torch_function_modes", "without_modes"]
+
+_Class = TypeVar("_Class", bound=type)
 
 # The XLA custom calls behind `jax.experimental.buffer_callback`, registered when jaxlib loads.
 # They are used directly because `buffer_callback` rebuilds argument trees on every call.
@@ -44,7 +47,7 @@ _CALLBACK_TARGETS = {
 }
 
 
-def cached_weakly(cls: type) -> type:
+def cached_weakly(cls: _Class) -> _Class:
     """Class decorator: JAX's caches hold the instances of `cls` weakly."""
     _weakly_cached_types.add(cls)
     return cls

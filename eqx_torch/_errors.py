@@ -1,16 +1,20 @@
-"""The exceptions of eqx_torch.
+"""The exceptions that eqx_torch raises on purpose.
 
-Each message says what was passed, what was expected and what to write instead. The classes also
-derive from the built-in exception that Python or JAX would raise for the same mistake.
+Each is an `EqxTorchError`, and also the built-in exception that a caller who does not know this
+package would expect. Messages say what was passed, what was expected and what to write instead.
 """
 
 
 class EqxTorchError(Exception):
-    """Base class of every error that eqx_torch raises."""
+    """The base of every exception that `eqx_torch` raises on purpose."""
 
 
 class DtypeError(EqxTorchError, TypeError):
-    """A dtype that torch or JAX does not have."""
+    """A dtype that only one of PyTorch and JAX has."""
+
+
+class ConversionError(EqxTorchError, ValueError):
+    """An array or a tensor that holds no values which the other library could take."""
 
 
 class InputError(EqxTorchError, TypeError):

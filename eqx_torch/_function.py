@@ -11,9 +11,10 @@ import jax
 from ._errors import InputError
 from ._examples import Examples
 from ._invoke import Arguments, invoke
-from ._program import PROCESS_LOCK, Compiled, Lock, TorchFunction, VmapMethod
+from ._program import Compiled, Lock, PROCESS_LOCK, TorchFunction, VmapMethod
 from ._shapes import Inference, OutputShapes
 from ._trees import flatten
+
 
 _VMAP_METHODS = ("torch", "sequential", "broadcast_all", "expand_dims")
 
@@ -89,7 +90,12 @@ def torch2jax(
             stacklevel=2,
         )
         out_specs = output_sharding_spec if out_specs is None else out_specs
-    _check_options(fn, depth, vmap_method)
+    if not callable(fn):
+        raise InputError(
+            f"`torch2jax` takes a function of torch tensors, but got {fn!r} of type "
+            f"{type(fn).__name__}."
+        )
+    check_options(depth, vmap_method)
     compiled = Compiled()
     function = TorchFunction(
         fn,
@@ -106,7 +112,7 @@ def torch2jax(
     nondiff = _NonDiff(function.name, nondiff_argnums, nondiff_mask)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        arguments = Arguments(function.name, args, kwargs)
+        arguments = Arguments(function, args, kwargs)
         return invoke(
             function,
             infer,
@@ -151,7 +157,8 @@ class _NonDiff:
             positions = {i % len(args) for i in self._argnums}
             prefix: Any = tuple(i in positions for i in range(len(args)))
         else:
-            prefix = self._mask if isinstance(self._mask, bool) else tuple(self._mask)
+            mask = self._mask
+            prefix = tuple(mask) if isinstance(mask, list) else mask
         try:
             return jax.tree.leaves(jax.tree.broadcast(prefix, like))
         except ValueError as error:
@@ -191,12 +198,8 @@ def lock_of(lock: bool | Lock | None) -> Lock | None:
     return lock
 
 
-def _check_options(fn: Any, depth: Any, vmap_method: Any) -> None:
-    if not callable(fn):
-        raise InputError(
-            f"`torch2jax` takes a function of torch tensors, but got {fn!r} of type "
-            f"{type(fn).__name__}."
-        )
+def check_options(depth: Any, vmap_method: Any) -> None:
+    """Raises for options that no wrapped function can have."""
     if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 0):
         raise InputError(
             f"`depth={depth!r}`: pass a number of derivatives (0 for none), or None for any."

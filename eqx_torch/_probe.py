@@ -18,8 +18,8 @@ import torch
 from ._compat import FakeTensorMode
 from ._dtypes import canonical_dtype, dtype_j2t
 from ._errors import EqxTorchError, OutputError, ShapeError
-from ._program import Site, Spec, TorchFunction, not_a_tensor
-from ._trees import Structure, flatten, leaf_paths
+from ._program import not_a_tensor, Site, Spec, TorchFunction
+from ._trees import flatten, leaf_paths, Structure
 from ._watch import Watch
 
 
@@ -74,7 +74,7 @@ def _run(
     source: str,
 ) -> Outputs:
     watch = Watch()
-    with site.ambient.in_force(), _eager(), function.trial() as trial, tensors():
+    with site.ambient.in_force(), _eager(), function.trial(watch) as trial, tensors():
         inputs = [_empty(spec, dtype) for spec, dtype in zip(in_specs, site.restored, strict=True)]
         args, kwargs = site.arguments(inputs)
         try:

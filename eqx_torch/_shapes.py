@@ -17,6 +17,7 @@ from ._probe import Outputs, probe
 from ._program import Site, Spec, TorchFunction
 from ._trees import flatten
 
+
 OutputShapes: TypeAlias = Any
 
 

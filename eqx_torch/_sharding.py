@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 from ._compat import axes_of_type, explicit_axes
 from ._errors import ShardingError

@@ -14,7 +14,8 @@ import jax
 import jax.tree_util as jtu
 import torch
 
-_ARRAYS = (torch.Tensor, jax.Array)
+
+_LEAVES = (torch.Tensor, jax.Array, type)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +128,7 @@ def _rebuilt(foreign: _Foreign, leaves: Any) -> Any:
 
 
 def _is_foreign(x: Any) -> bool:
-    if isinstance(x, _ARRAYS) or isinstance(x, type) or x is None:
+    if x is None or isinstance(x, _LEAVES):
         return False
     container = dataclasses.is_dataclass(x) or isinstance(x, Mapping | tuple | list)
     return container and jtu.all_leaves([x])

@@ -17,6 +17,7 @@ import torch
 
 from ._compat import TorchDispatchMode, without_modes
 
+
 # These write running statistics without saying so in their schema.
 _SILENT_WRITERS = frozenset(
     ["aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"]
@@ -28,11 +29,13 @@ class Watch(TorchDispatchMode):
     """Sees the operators of the code that runs under it.
 
     Attributes:
-        random: the operators that drew random numbers.
+        place: what is running, for messages; whoever knows may set it.
+        random: the places where random numbers were drawn.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.place = ""
         self.random: list[str] = []
         self._written: dict[int, torch.Tensor] = {}
         self._before: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
@@ -44,7 +47,7 @@ class Watch(TorchDispatchMode):
         for tensor in _written_by(func, args, kwargs):
             self._note(tensor)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.random.append(func.name())
+            self.random.append(self.place)
         return func(*args, **kwargs)
 
     def wrote(self, tensor: torch.Tensor) -> bool:

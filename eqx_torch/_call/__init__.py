@@ -2,15 +2,17 @@ import jax.interpreters.ad as _ad
 import jax.interpreters.batching as _batching
 import jax.interpreters.mlir as _mlir
 
-from .autodiff import jvp as _jvp
-from .autodiff import transpose as _transpose
+from .autodiff import jvp as _jvp, transpose as _transpose
 from .batching import batch as _batch
 from .lowering import lower as _lower
-from .primitive import abstract_eval as _abstract_eval
-from .primitive import align as align
-from .primitive import call as call
-from .primitive import impl as _impl
-from .primitive import torch_call_p as torch_call_p
+from .primitive import (
+    abstract_eval as _abstract_eval,
+    align as align,
+    call as call,
+    impl as _impl,
+    torch_call_p as torch_call_p,
+)
+
 
 torch_call_p.def_impl(_impl)
 torch_call_p.def_abstract_eval(_abstract_eval)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from .._errors import DepthError
-from .._program import Program, adjoint, differential
+from .._program import adjoint, differential, Program
 from .primitive import call
 
 

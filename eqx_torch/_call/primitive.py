@@ -15,6 +15,7 @@ from .._compat import output_aval, varying_axes
 from .._errors import ShardingError
 from .._program import Program
 
+
 torch_call_p = Primitive("torch_call")
 torch_call_p.multiple_results = True
 

@@ -31,5 +31,3 @@ def on_stream(context: Any, cuda: Any = torch.cuda) -> Iterator[None]:
             yield
     finally:
         before.wait_event(stream.record_event())
-
-

@@ -1,19 +1,18 @@
-from .adjoint import adjoint as adjoint
-from .adjoint import differential as differential
-from .base import Indices as Indices
-from .base import Program as Program
-from .base import Spec as Spec
+from .base import Indices as Indices, Program as Program, Spec as Spec
 from .batch import Vmap as Vmap
-from .derivative import Jvp as Jvp
-from .derivative import Vjp as Vjp
-from .function import PROCESS_LOCK as PROCESS_LOCK
-from .function import Compiled as Compiled
-from .function import Findings as Findings
-from .function import Lock as Lock
-from .function import TorchFunction as TorchFunction
-from .function import VmapMethod as VmapMethod
-from .leaf import Leaf as Leaf
-from .leaf import Site as Site
-from .leaf import Static as Static
-from .leaf import not_a_tensor as not_a_tensor
-from .leaf import write_error as write_error
+from .calculus import adjoint as adjoint, differential as differential
+from .derivative import Jvp as Jvp, Vjp as Vjp
+from .function import (
+    Compiled as Compiled,
+    Findings as Findings,
+    Lock as Lock,
+    PROCESS_LOCK as PROCESS_LOCK,
+    TorchFunction as TorchFunction,
+    VmapMethod as VmapMethod,
+)
+from .leaf import (
+    Leaf as Leaf,
+    not_a_tensor as not_a_tensor,
+    write_error as write_error,
+)
+from .site import Site as Site, Static as Static

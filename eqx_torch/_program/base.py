@@ -25,6 +25,7 @@ import torch
 
 from .._dtypes import is_inexact
 
+
 Tensors: TypeAlias = Sequence[torch.Tensor]
 Indices: TypeAlias = tuple[int, ...]
 
@@ -48,12 +49,12 @@ class Spec(NamedTuple):
 class Program(abc.ABC):
     """A map from tensors to tensors; see the module's docstring."""
 
-    @property
+    @functools.cached_property
     @abc.abstractmethod
     def ins(self) -> tuple[Spec, ...]:
         """What the program takes."""
 
-    @property
+    @functools.cached_property
     @abc.abstractmethod
     def outs(self) -> tuple[Spec, ...]:
         """What it gives."""
@@ -63,12 +64,12 @@ class Program(abc.ABC):
     def leaf(self) -> Any:
         """The `Leaf` at the bottom."""
 
-    @property
+    @functools.cached_property
     @abc.abstractmethod
     def order(self) -> int:
         """How many derivatives have been taken."""
 
-    @property
+    @functools.cached_property
     def linear(self) -> frozenset[int]:
         """The inputs in which the program is, jointly, linear."""
         return frozenset()
@@ -99,6 +100,7 @@ class Program(abc.ABC):
 
     def prepare(self) -> None:
         """Loads what `run` needs, in the thread that compiles rather than in those that run."""
+        return
 
     def __repr__(self) -> str:
         return self.name

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 
 from .._compat import cached_weakly
-from .base import Derived, Indices, Program, Spec, Tensors, pick, replaced
+from .base import Derived, Indices, pick, Program, replaced, Spec, Tensors
 
 
 @cached_weakly
@@ -140,8 +140,7 @@ def _restricted(
 
 def _forward_mode(jvp: Jvp, primals: Tensors, tangents: Tensors) -> list[torch.Tensor]:
     restricted = _restricted(jvp, primals, functional=True)
-    _, out = torch.func.jvp(restricted, pick(primals, jvp.wrt), tuple(tangents))
-    return list(out)
+    return list(torch.func.jvp(restricted, pick(primals, jvp.wrt), tuple(tangents))[1])
 
 
 def _double_backward(jvp: Jvp, primals: Tensors, tangents: Tensors) -> list[torch.Tensor]:
@@ -162,7 +161,7 @@ def _pullback(vjp: Vjp, primals: Tensors, cotangents: Tensors) -> list[torch.Ten
 
 def _functional_pullback(vjp: Vjp, primals: Tensors, cotangents: Tensors) -> list[torch.Tensor]:
     restricted = _restricted(vjp, primals, functional=True)
-    _, pullback = torch.func.vjp(restricted, *pick(primals, vjp.wrt))
+    pullback = torch.func.vjp(restricted, *pick(primals, vjp.wrt))[1]
     return list(pullback(tuple(cotangents)))
 
 

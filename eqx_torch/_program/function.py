@@ -5,12 +5,11 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from .._watch import Watch, untouched
+from .._watch import untouched, Watch
+from .site import Site
 
-if TYPE_CHECKING:
-    from .leaf import Site
 
 VmapMethod: TypeAlias = Literal["torch", "sequential", "broadcast_all", "expand_dims"]
 Lock: TypeAlias = contextlib.AbstractContextManager[Any]
@@ -28,7 +27,7 @@ class Findings:
         batching_fails: whether `torch.func.vmap` has failed where a loop worked.
     """
 
-    written: "dict[Site, frozenset[int]]" = dataclasses.field(default_factory=dict)
+    written: dict[Site, frozenset[int]] = dataclasses.field(default_factory=dict)
     forward_mode_fails: bool = False
     batching_fails: bool = False
 
@@ -56,7 +55,10 @@ class TorchFunction:
         vmap_method: how a batch of it is computed.
         findings: what is known about it.
         compiled: weakly, its jitted programs.
+        randomness: what `torch.func.vmap` makes of random numbers.
     """
+
+    randomness = "different"
 
     def __init__(
         self,
@@ -77,15 +79,30 @@ class TorchFunction:
         self.compiled = (lambda: None) if compiled is None else weakref.ref(compiled)
 
     @contextlib.contextmanager
-    def trial(self) -> Iterator[Callable[[Sequence[Any], Mapping[str, Any]], Any]]:
-        """The function, for one run that leaves no trace in Python objects."""
+    def trial(self, watch: Watch) -> Iterator[Callable[[Sequence[Any], Mapping[str, Any]], Any]]:
+        """The function, for one run under `watch` that leaves no trace in Python objects."""
+        del watch
         with untouched(self.python):
             yield lambda args, kwargs: self.python(*args, **kwargs)
 
-    def learn(self, site: "Site", written: frozenset[int], watch: Watch) -> None:
+    def learn(self, site: Site, written: frozenset[int], watch: Watch) -> None:
         """Takes note of what a trial has shown."""
         del watch
         self.findings.written[site] = written
+
+    def release(self) -> None:
+        """Ends what calls of this thread have left open for their backward."""
+        return
+
+    def must_loop(self, site: Site, in_axes: Sequence[int | None]) -> bool:
+        """Whether a batch with these axes of the inputs has to be computed one by one."""
+        del site, in_axes
+        return False
+
+    def label(self, path: str) -> str:
+        """How messages call the argument at a path: `[0][1]['a']` is in the second positional."""
+        index, _, rest = path[4:].partition("]")
+        return f"argument {index}{rest}"
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, functional: bool) -> Any:
         """Runs the function; `functional` says whether a transformation of torch.func is active."""

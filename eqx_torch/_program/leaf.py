@@ -8,18 +8,17 @@ that writes to an input only later, depending on values, is caught after the fac
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from .._ambient import Ambient
 from .._compat import cached_weakly
 from .._dtypes import dtype_j2t
 from .._errors import InputError, OutputError, ShapeError
-from .._trees import Structure, flatten, leaf_paths
+from .._trees import flatten, leaf_paths, Structure
 from .base import Indices, Program, Spec, Tensors
 from .function import TorchFunction
+from .site import Site
 
 
 _WIDE = {
@@ -28,65 +27,6 @@ _WIDE = {
     torch.float32: (torch.float64,),
     torch.complex64: (torch.complex128,),
 }
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Static:
-    """A Python value among the arguments; equal only to one of the same type."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Static) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @functools.cached_property
-    def _key(self) -> tuple[type, Any]:
-        try:
-            hash(self.value)
-        except TypeError:
-            return type(self.value), id(self.value)
-        # repr tells 0.0 from -0.0, which compare equal.
-        value = repr(self.value) if isinstance(self.value, float | complex) else self.value
-        return type(self.value), value
-
-
-@dataclasses.dataclass(frozen=True)
-class Site:
-    """How a function is called: everything about the call but its arrays.
-
-    Attributes:
-        structure: of `(args, kwargs)`.
-        statics: for each leaf, the Python value, or None where an array stands.
-        restored: for each array, the torch dtype that it is given before torch sees it.
-        ambient: the torch settings of the thread that traced the call.
-    """
-
-    structure: Structure
-    statics: tuple[Static | None, ...]
-    restored: tuple[torch.dtype | None, ...]
-    ambient: Ambient
-
-    def arguments(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """The arguments, with these arrays in their places."""
-        if self._positional:
-            return arrays, {}
-        rest = iter(arrays)
-        leaves = [next(rest) if s is None else s.value for s in self.statics]
-        return self.structure.unflatten(leaves)
-
-    @functools.cached_property
-    def paths(self) -> list[str]:
-        """Where each array stands in the call."""
-        pairs = zip(leaf_paths(self.structure), self.statics, strict=True)
-        return [_argument(path) for path, static in pairs if static is None]
-
-    @functools.cached_property
-    def _positional(self) -> bool:
-        _, plain = flatten(((0,) * len(self.statics), {}))
-        return self.structure == plain and not any(self.statics)
 
 
 @cached_weakly
@@ -108,11 +48,11 @@ class Leaf(Program):
     x64: bool
     source: str = dataclasses.field(compare=False)
 
-    @property
+    @functools.cached_property
     def ins(self) -> tuple[Spec, ...]:
         return self.in_specs
 
-    @property
+    @functools.cached_property
     def outs(self) -> tuple[Spec, ...]:
         return self.out_specs
 
@@ -120,7 +60,7 @@ class Leaf(Program):
     def leaf(self) -> "Leaf":
         return self
 
-    @property
+    @functools.cached_property
     def order(self) -> int:
         return 0
 
@@ -226,21 +166,12 @@ def write_error(leaf: Leaf, written: Indices) -> InputError:
     """An input was written that earlier runs left alone; from now on it is copied."""
     findings = leaf.function.findings
     findings.written[leaf.site] = findings.written.get(leaf.site, frozenset()).union(written)
-    names = ", ".join(leaf.site.paths[i] for i in written)
+    names = ", ".join(leaf.function.label(leaf.site.paths[i]) for i in written)
     return InputError(
         f"`{leaf.name}` wrote to its input {names} on this call, but not on the first one, so "
         "the JAX array behind it has been changed in place. Later calls work on a copy. To avoid "
         "this, write to a copy in the function itself: `x = x.clone()`."
     )
-
-
-def _argument(path: str) -> str:
-    """`[0][1]['a']` is the second positional argument's entry 'a'."""
-    if path.startswith("[0]"):
-        index, _, rest = path[4:].partition("]")
-        return f"argument {index}{rest}"
-    name, _, rest = path[4:].partition("]")
-    return f"argument {name}{rest}"
 
 
 def not_a_tensor(name: str, path: str, result: Any) -> str:

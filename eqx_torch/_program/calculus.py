@@ -4,7 +4,7 @@ Both return the new program and the inputs of the old one that it takes as resid
 inputs are those residuals followed by the tangents (or cotangents).
 """
 
-from .base import Indices, Program, pick
+from .base import Indices, pick, Program
 from .batch import Vmap
 from .derivative import Jvp, Vjp
 

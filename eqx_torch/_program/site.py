@@ -1,0 +1,70 @@
+"""A call site: everything about a call but its arrays."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .._ambient import Ambient
+from .._trees import flatten, leaf_paths, Structure
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Static:
+    """A Python value among the arguments; equal only to one of the same type."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @functools.cached_property
+    def _key(self) -> tuple[type, Any]:
+        try:
+            hash(self.value)
+        except TypeError:
+            return type(self.value), id(self.value)
+        # repr tells 0.0 from -0.0, which compare equal.
+        value = repr(self.value) if isinstance(self.value, float | complex) else self.value
+        return type(self.value), value
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """How a function is called: everything about the call but its arrays.
+
+    Attributes:
+        structure: of `(args, kwargs)`.
+        statics: for each leaf, the Python value, or None where an array stands.
+        restored: for each array, the torch dtype that it is given before torch sees it.
+        ambient: the torch settings of the thread that traced the call.
+    """
+
+    structure: Structure
+    statics: tuple[Static | None, ...]
+    restored: tuple[torch.dtype | None, ...]
+    ambient: Ambient
+
+    def arguments(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """The arguments, with these arrays in their places."""
+        if self._positional:
+            return arrays, {}
+        rest = iter(arrays)
+        leaves = [next(rest) if s is None else s.value for s in self.statics]
+        return self.structure.unflatten(leaves)
+
+    @functools.cached_property
+    def paths(self) -> list[str]:
+        """Where each array stands in the call."""
+        pairs = zip(leaf_paths(self.structure), self.statics, strict=True)
+        return [path for path, static in pairs if static is None]
+
+    @functools.cached_property
+    def _positional(self) -> bool:
+        _, plain = flatten(((0,) * len(self.statics), {}))
+        return self.structure == plain and not any(self.statics)
