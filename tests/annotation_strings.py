@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, TYPE_CHECKING
 
 from beartype import beartype
-from jaxtyping import Float, Int, PyTree, jaxtyped
+from jaxtyping import Float, Int, jaxtyped, PyTree
 from torch import nn, Tensor
 
 

@@ -5,17 +5,18 @@ import types
 import warnings
 import weakref
 
-import annotation_strings as strings
 import jax
 import pytest
 import torch
-from annotation_helpers import arr, predict, refused, unreadable
 from beartype import beartype
 from jaxtyping import Float, Float32, jaxtyped
 from torch import nn, Tensor
 from typeguard import typechecked
 
 from eqx_torch._annotations import read_signature
+
+from . import annotation_strings as strings
+from .annotation_helpers import arr, predict, refused, unreadable
 
 
 Wide = Float[Tensor, "n m"]  # typeguard reads strings inside annotations as code

@@ -8,9 +8,10 @@ import jax
 import numpy as np
 import pytest
 import torch
-from annotation_helpers import arr, bind, predict, refused, unreadable
 from jaxtyping import ArrayLike, Float, Int
 from torch import Tensor
+
+from .annotation_helpers import arr, bind, predict, refused, unreadable
 
 
 Row = Float[Tensor, "n"]

@@ -1,8 +1,9 @@
 import pytest
 import torch
-from annotation_helpers import arr, bind, predict, refused
 from jaxtyping import Array, Float, PyTree, Scalar, Shaped
 from torch import Tensor
+
+from .annotation_helpers import arr, bind, predict, refused
 
 
 def one(dims, result=None):

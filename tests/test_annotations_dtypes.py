@@ -6,7 +6,6 @@ import jaxtyping
 import numpy as np
 import pytest
 import torch
-from annotation_helpers import arr, bind, predict, refused, unreadable
 from jaxtyping import (
     BFloat16,
     Bool,
@@ -28,6 +27,8 @@ from jaxtyping import (
     UInt,
 )
 from torch import Tensor
+
+from .annotation_helpers import arr, bind, predict, refused, unreadable
 
 
 def takes(dtype):

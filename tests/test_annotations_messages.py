@@ -3,12 +3,13 @@ import subprocess
 import sys
 import timeit
 
-from annotation_helpers import arr, refused
 from jaxtyping import Float, Int, PyTree
 from torch import nn, Tensor
 
 import eqx_torch._annotations
 from eqx_torch._annotations import read_signature
+
+from .annotation_helpers import arr, refused
 
 
 class Attention(nn.Module):

@@ -7,13 +7,14 @@ from typing import NamedTuple
 import jax
 import pytest
 import torch
-from annotation_helpers import arr
 from hypothesis import given, HealthCheck, settings, strategies as st
 from jaxtyping import AnnotationError, Float, Float32, jaxtyped, PyTree
 from torch import Tensor
 
 from eqx_torch._annotations import read_signature
 from eqx_torch._errors import ShapeError
+
+from .annotation_helpers import arr
 
 
 quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -2,9 +2,10 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from annotation_helpers import arr, predict, unreadable
 from jaxtyping import Float, Float32, Int, PyTree, Shaped
 from torch import Tensor
+
+from .annotation_helpers import arr, predict, unreadable
 
 
 REMEDY = "\nBind it by an input, use a number, or pass output_shapes=."

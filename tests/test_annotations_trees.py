@@ -2,11 +2,12 @@ import threading
 from typing import Any
 
 import pytest
-from annotation_helpers import arr, predict, refused, unreadable
 from jaxtyping import Float, PyTree
 from torch import Tensor
 
 from eqx_torch._annotations import read_signature
+
+from .annotation_helpers import arr, predict, refused, unreadable
 
 
 Row = Float[Tensor, "n"]

@@ -6,13 +6,14 @@ import weakref
 
 import pytest
 import torch
-from annotation_helpers import arr, predict
 from beartype import beartype
 from jaxtyping import Float, Int64, jaxtyped
 from torch import nn, Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eqx_torch._annotations import read_signature, strip_checkers, unchecked
+
+from .annotation_helpers import arr, predict
 
 
 checked = jaxtyped(typechecker=beartype)
