@@ -13,7 +13,17 @@ from ._errors import (
     ShapeError as ShapeError,
     ShardingError as ShardingError,
 )
+from ._filter_shard_map import filter_shard_map as filter_shard_map
 from ._function import torch2jax as torch2jax
+from ._module import (
+    from_torch as from_torch,
+    load_state_dict as load_state_dict,
+    stack_modules as stack_modules,
+    state_dict as state_dict,
+    to_torch as to_torch,
+    TorchModule as TorchModule,
+    trainable as trainable,
+)
 
 
 __version__ = "0.1.0"

@@ -5,7 +5,7 @@ which arrays torch wants in 64 bits: JAX holds class labels in 32 bits unless x6
 refuses those.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -56,6 +56,10 @@ class Examples:
                 "Call it like the examples, or wrap it without them (they are optional)."
             )
         return self._restored([x.dtype for x in arguments.arrays()])
+
+    def key(self) -> Hashable:
+        """Equal for examples of the same structure, dtypes and shapes."""
+        return self._structure, self._statics, self._dtypes, self.specs
 
     def _restored(self, dtypes: Sequence[Any]) -> Restored:
         return tuple(

@@ -90,7 +90,12 @@ def torch2jax(
             stacklevel=2,
         )
         out_specs = output_sharding_spec if out_specs is None else out_specs
-    _check_options(fn, depth, vmap_method)
+    if not callable(fn):
+        raise InputError(
+            f"`torch2jax` takes a function of torch tensors, but got {fn!r} of type "
+            f"{type(fn).__name__}."
+        )
+    check_options(depth, vmap_method)
     compiled = Compiled()
     function = TorchFunction(
         fn,
@@ -107,7 +112,7 @@ def torch2jax(
     nondiff = _NonDiff(function.name, nondiff_argnums, nondiff_mask)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        arguments = Arguments(function.name, args, kwargs)
+        arguments = Arguments(function, args, kwargs)
         return invoke(
             function,
             infer,
@@ -193,12 +198,8 @@ def lock_of(lock: bool | Lock | None) -> Lock | None:
     return lock
 
 
-def _check_options(fn: Any, depth: Any, vmap_method: Any) -> None:
-    if not callable(fn):
-        raise InputError(
-            f"`torch2jax` takes a function of torch tensors, but got {fn!r} of type "
-            f"{type(fn).__name__}."
-        )
+def check_options(depth: Any, vmap_method: Any) -> None:
+    """Raises for options that no wrapped function can have."""
     if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 0):
         raise InputError(
             f"`depth={depth!r}`: pass a number of derivatives (0 for none), or None for any."

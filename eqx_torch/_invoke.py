@@ -5,6 +5,7 @@ outputs are inferred for the global arrays, and where these are sharded over exp
 call is split over them.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -33,10 +34,11 @@ class Arguments:
     Attributes:
         structure: of `(args, kwargs)`.
         statics: for each leaf, the Python value, or None where an array stands.
-        arrays: the arrays.
     """
 
-    def __init__(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, function: TorchFunction, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
         leaves, self.structure = flatten((tuple(args), kwargs))
         dynamic = [is_array(leaf) for leaf in leaves]
         self.statics: tuple[Static | None, ...] = tuple(
@@ -44,7 +46,7 @@ class Arguments:
         )
         self._leaves = leaves
         self._dynamic = dynamic
-        self._name = name
+        self._function = function
 
     def arrays(self) -> list[Any]:
         """The arrays, as JAX has them."""
@@ -52,24 +54,48 @@ class Arguments:
         pairs = zip(self._leaves, self._dynamic, strict=True)
         return [_as_jax(x) for x, dynamic in pairs if dynamic]
 
+    def specs(self) -> tuple[Spec, ...]:
+        """The shapes and dtypes of the arrays."""
+        return tuple(map(_checked_spec, self.arrays()))
+
+    def site(self, restored: Restored | None) -> Site:
+        """The call site, traced now."""
+        count = sum(self._dynamic)
+        none = (None,) * count
+        return Site(self.structure, self.statics, restored or none, Ambient.capture())
+
     def _refuse_foreign(self) -> None:
         for path, leaf in zip(leaf_paths(self.structure), self._leaves, strict=True):
             if isinstance(leaf, torch.Tensor | jax.ShapeDtypeStruct):
                 kind = type(leaf).__name__
                 raise InputError(
-                    f"`{self._name}` takes JAX arrays, but got a {kind} at {path}. Convert it by "
-                    "`eqx_torch.t2j(x)`, or call the torch function itself."
+                    f"`{self._function.name}` takes JAX arrays, but got a {kind} as "
+                    f"{self._function.label(path)}. Convert it by `eqx_torch.t2j(x)`, or call the "
+                    "torch function itself."
                 )
+
+
+class PerShard:
+    """What is done on each device around a call that is split over a mesh: nothing, here."""
+
+    def out_specs(self, out_specs: Any) -> Any:
+        """The specs of all outputs, given what the user said of theirs."""
+        return out_specs
+
+    def enter(self, shards: Sequence[Any], axes: frozenset[str]) -> Sequence[Any]:
+        """The inputs of the call, given the shards."""
+        del axes
+        return shards
+
+    def leave(self, results: list[Any], axes: frozenset[str]) -> list[Any]:
+        """The shards of the outputs, given the call's results."""
+        del axes
+        return results
 
 
 def is_array(x: Any) -> bool:
     """Whether an argument is traced."""
     return isinstance(x, jax.Array | np.ndarray | np.generic)
-
-
-def spec_of(x: Any) -> Spec:
-    """The shape and dtype of an array."""
-    return Spec(tuple(x.shape), canonical_dtype(x.dtype))
 
 
 def invoke(
@@ -80,6 +106,7 @@ def invoke(
     restored: Restored | None = None,
     frozen: Sequence[bool] | None = None,
     out_specs: Any = None,
+    per_shard: PerShard | None = None,
 ) -> Any:
     """Calls a torch function on JAX arrays.
 
@@ -90,18 +117,14 @@ def invoke(
         restored: for each array, the torch dtype to give it before torch sees it.
         frozen: for each array, whether it is excluded from differentiation.
         out_specs: how the outputs are sharded, where inputs are.
+        per_shard: what is done on each shard around the call.
 
     Returns:
         The function's result with JAX arrays in place of tensors.
     """
     arrays = arguments.arrays()
-    in_specs = tuple(map(_checked_spec, arrays))
-    site = Site(
-        arguments.structure,
-        arguments.statics,
-        (None,) * len(arrays) if restored is None else restored,
-        Ambient.capture(),
-    )
+    in_specs = arguments.specs()
+    site = arguments.site(restored)
     if frozen is not None:
         arrays = [jax.lax.stop_gradient(x) if f else x for x, f in zip(arrays, frozen, strict=True)]
     split = plan(function.name, arrays, out_specs)
@@ -115,25 +138,31 @@ def invoke(
         canonical_dtype("int64") == np.int64,
         outputs.source,
     )
-    results = call(leaf, *arrays) if split is None else _sharded(leaf, split, out_specs, arrays)
+    if split is None:
+        results = call(leaf, *arrays)
+    else:
+        results = _sharded(leaf, split, out_specs, per_shard or PerShard(), arrays)
     return outputs.structure.unflatten(results)
 
 
-def _sharded(leaf: Leaf, split: Plan, out_specs: Any, arrays: Sequence[Any]) -> list[Any]:
-    name = leaf.name
-    specs = out_spec_list(name, out_specs, leaf.structure)
+def _sharded(
+    leaf: Leaf, split: Plan, out_specs: Any, per_shard: PerShard, arrays: Sequence[Any]
+) -> list[Any]:
+    name, label = leaf.name, leaf.function.label
+    specs = out_spec_list(name, per_shard.out_specs(out_specs), leaf.structure)
     ins = zip(leaf.site.paths, leaf.ins, split.in_specs, strict=True)
     outs = zip(leaf_paths(leaf.structure), leaf.outs, specs, strict=True)
-    local = Leaf(
-        leaf.function,
-        leaf.site,
-        tuple(local_spec(name, path, s, p, split.mesh) for path, s, p in ins),
-        tuple(local_spec(name, f"output{path}", s, p, split.mesh) for path, s, p in outs),
-        leaf.structure,
-        leaf.x64,
-        leaf.source,
+    local = dataclasses.replace(
+        leaf,
+        in_specs=tuple(local_spec(name, label(path), s, p, split.mesh) for path, s, p in ins),
+        out_specs=tuple(local_spec(name, f"output{path}", s, p, split.mesh) for path, s, p in outs),
     )
-    return shard_map(split, lambda *shards: call(local, *shards), specs, arrays)
+
+    def body(*shards: Any) -> list[Any]:
+        results = call(local, *per_shard.enter(shards, split.axes))
+        return per_shard.leave(results, split.axes)
+
+    return shard_map(split, body, specs, arrays)
 
 
 def _as_jax(x: Any) -> Any:

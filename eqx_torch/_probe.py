@@ -74,7 +74,7 @@ def _run(
     source: str,
 ) -> Outputs:
     watch = Watch()
-    with site.ambient.in_force(), _eager(), function.trial() as trial, tensors():
+    with site.ambient.in_force(), _eager(), function.trial(watch) as trial, tensors():
         inputs = [_empty(spec, dtype) for spec, dtype in zip(in_specs, site.restored, strict=True)]
         args, kwargs = site.arguments(inputs)
         try:

@@ -22,6 +22,9 @@ from ._compat import TorchDispatchMode, without_modes
 _SILENT_WRITERS = frozenset(
     ["aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"]
 )
+# Operators such as attention take a dropout probability, and draw nothing where it is zero.
+_PROBABILITIES = ("p", "dropout_p", "dropout")
+_TRAINING_FLAGS = ("train", "training")
 _STATISTICS = ("running_mean", "running_var")
 
 
@@ -29,11 +32,13 @@ class Watch(TorchDispatchMode):
     """Sees the operators of the code that runs under it.
 
     Attributes:
-        random: the operators that drew random numbers.
+        place: what is running, for messages; whoever knows may set it.
+        random: the places where random numbers were drawn.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.place = ""
         self.random: list[str] = []
         self._written: dict[int, torch.Tensor] = {}
         self._before: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
@@ -44,8 +49,8 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         for tensor in _written_by(func, args, kwargs):
             self._note(tensor)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.random.append(func.name())
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
+            self.random.append(self.place)
         return func(*args, **kwargs)
 
     def wrote(self, tensor: torch.Tensor) -> bool:
@@ -158,6 +163,16 @@ def _written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.
             continue
         values = value if isinstance(value, list | tuple) else [value]
         yield from (v for v in values if isinstance(v, torch.Tensor))
+
+
+def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operator that can draw random numbers does so with these arguments."""
+    names = [a.name for a in func._schema.arguments]
+    # The dispatcher leaves out arguments that have their default.
+    named = {a.name: a.default_value for a in func._schema.arguments}
+    named |= dict(zip(names, args, strict=False)) | kwargs
+    off = any(named.get(name) == 0 for name in _PROBABILITIES)
+    return not off and not any(named.get(name) is False for name in _TRAINING_FLAGS)
 
 
 def _storage_key(tensor: torch.Tensor) -> int:

@@ -35,9 +35,12 @@ def callback(program: Program, platform: str) -> Callable[..., tuple[()]]:
 
 
 def _evaluate(program: Program, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-    results = program.run(inputs, functional=False)
-    for output, result in zip(outputs, results, strict=True):
-        output.copy_(result.detach() if result.requires_grad else result)
+    try:
+        results = program.run(inputs, functional=False)
+        for output, result in zip(outputs, results, strict=True):
+            output.copy_(result.detach() if result.requires_grad else result)
+    finally:
+        program.leaf.function.release()
     written = tuple(i for i, x in enumerate(inputs) if x._version)
     if written:
         raise write_error(program.leaf, written)

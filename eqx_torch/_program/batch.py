@@ -60,7 +60,8 @@ class Vmap(Derived):
         findings = self.leaf.function.findings
         if functional:
             return self._batched(inputs)
-        if findings.batching_fails:
+        function = self.leaf.function
+        if findings.batching_fails or function.must_loop(self.leaf.site, self.in_axes):
             return self._looped(inputs)
         try:
             return self._batched(inputs)
@@ -75,16 +76,19 @@ class Vmap(Derived):
             return tuple(self.inner.run(xs, functional=True))
 
         stacked = tuple(axis or 0 for axis in self.out_axes)
-        batched = torch.func.vmap(member, self.in_axes, stacked, randomness="different")
+        randomness = self.leaf.function.randomness
+        batched = torch.func.vmap(member, self.in_axes, stacked, randomness=randomness)
         outs = zip(batched(*inputs), self.out_axes, strict=True)
         return [y.sum(0) if axis is None else y for y, axis in outs]
 
     def _looped(self, inputs: Tensors) -> list[torch.Tensor]:
         pairs = list(zip(inputs, self.in_axes, strict=True))
-        members = [
-            self.inner.run([x if a is None else x.select(a, i) for x, a in pairs], functional=False)
-            for i in range(self.size)
-        ]
+        members = []
+        for i in range(self.size):
+            xs = [x if a is None else x.select(a, i) for x, a in pairs]
+            members.append(self.inner.run(xs, functional=False))
+            if not any(x.requires_grad for x in xs):
+                self.leaf.function.release()
         return [
             torch.stack(ys).sum(0) if axis is None else torch.stack(ys, axis)
             for ys, axis in zip(zip(*members, strict=True), self.out_axes, strict=True)

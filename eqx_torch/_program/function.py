@@ -55,7 +55,10 @@ class TorchFunction:
         vmap_method: how a batch of it is computed.
         findings: what is known about it.
         compiled: weakly, its jitted programs.
+        randomness: what `torch.func.vmap` makes of random numbers.
     """
+
+    randomness = "different"
 
     def __init__(
         self,
@@ -76,8 +79,9 @@ class TorchFunction:
         self.compiled = (lambda: None) if compiled is None else weakref.ref(compiled)
 
     @contextlib.contextmanager
-    def trial(self) -> Iterator[Callable[[Sequence[Any], Mapping[str, Any]], Any]]:
-        """The function, for one run that leaves no trace in Python objects."""
+    def trial(self, watch: Watch) -> Iterator[Callable[[Sequence[Any], Mapping[str, Any]], Any]]:
+        """The function, for one run under `watch` that leaves no trace in Python objects."""
+        del watch
         with untouched(self.python):
             yield lambda args, kwargs: self.python(*args, **kwargs)
 
@@ -85,6 +89,20 @@ class TorchFunction:
         """Takes note of what a trial has shown."""
         del watch
         self.findings.written[site] = written
+
+    def release(self) -> None:
+        """Ends what calls of this thread have left open for their backward."""
+        return
+
+    def must_loop(self, site: Site, in_axes: Sequence[int | None]) -> bool:
+        """Whether a batch with these axes of the inputs has to be computed one by one."""
+        del site, in_axes
+        return False
+
+    def label(self, path: str) -> str:
+        """How messages call the argument at a path: `[0][1]['a']` is in the second positional."""
+        index, _, rest = path[4:].partition("]")
+        return f"argument {index}{rest}"
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, functional: bool) -> Any:
         """Runs the function; `functional` says whether a transformation of torch.func is active."""

@@ -166,7 +166,7 @@ def write_error(leaf: Leaf, written: Indices) -> InputError:
     """An input was written that earlier runs left alone; from now on it is copied."""
     findings = leaf.function.findings
     findings.written[leaf.site] = findings.written.get(leaf.site, frozenset()).union(written)
-    names = ", ".join(leaf.site.paths[i] for i in written)
+    names = ", ".join(leaf.function.label(leaf.site.paths[i]) for i in written)
     return InputError(
         f"`{leaf.name}` wrote to its input {names} on this call, but not on the first one, so "
         "the JAX array behind it has been changed in place. Later calls work on a copy. To avoid "

@@ -1,0 +1,264 @@
+"""A torch module without its parameters, and the copies of it that run.
+
+A `Blueprint` is a copy of the module in which tensors without memory stand for the parameters and
+for the buffers that its forward changes. It is static data: hashable, equal where modules are the
+same but for those values. A `Skeleton` is a copy of the blueprint in which one call at a time
+puts the tensors it was given where the placeholders stand, wherever that is: in `_parameters`, in
+`_buffers`, or in a list that a layer keeps of them, as recurrent layers do. Skeletons are lent to
+calls from a pool, so that concurrent calls never share one. Buffers that the forward only reads
+are shared by all skeletons on a device.
+"""
+
+import collections
+import copy
+import dataclasses
+import functools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .._dtypes import canonical_dtype, dtype_j2t, is_inexact
+from .._errors import ModuleError
+from .fingerprint import fingerprint
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """The tensors of a module by name, each tensor under its first name.
+
+    Attributes:
+        parameters: of the parameters.
+        state: of the buffers that the forward changes.
+        constants: of the other buffers.
+    """
+
+    parameters: tuple[str, ...]
+    state: tuple[str, ...]
+    constants: tuple[str, ...]
+
+
+class Blueprint:
+    """See the module's docstring.
+
+    Args:
+        module: the module, which is left as it is.
+        names: its tensors.
+    """
+
+    def __init__(self, module: torch.nn.Module, names: Names) -> None:
+        self.names = names
+        tensors = _tensors(module)
+        self.parameters = [_placeholder(tensors[name]) for name in names.parameters]
+        self.state = [_placeholder(tensors[name]) for name in names.state]
+        self.constants = [_constant(tensors[name]) for name in names.constants]
+        all_names = names.parameters + names.state + names.constants
+        stand_ins = [*self.parameters, *self.state, *self.constants]
+        memo = {id(tensors[n]): new for n, new in zip(all_names, stand_ins, strict=True)}
+        self.module = _copied(module, memo | _detached(module, memo))
+        self.flags = tuple(m.training for m in self.module.modules())
+        self._pools: dict[torch.device, _Pool] = {}
+
+    @functools.cached_property
+    def key(self) -> Hashable:
+        """Equal for equal blueprints."""
+        named = [*self.parameters, *self.state]
+        return fingerprint(self.module, {id(t): ("tensor", i) for i, t in enumerate(named)})
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Blueprint) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.names, self.flags))
+
+    def pool(self, device: torch.device) -> "_Pool":
+        """The skeletons on one device."""
+        pool = self._pools.get(device)
+        return pool or self._pools.setdefault(device, _Pool(self, device))
+
+    def training_flags(self, inference: bool) -> tuple[bool, ...]:
+        """torch's train flag for each submodule.
+
+        A module that was training when it was converted keeps its flags (a frozen layer in it
+        stays frozen); one that was not is trained as a whole.
+        """
+        if inference:
+            return (False,) * len(self.flags)
+        return self.flags if self.flags[0] else (True,) * len(self.flags)
+
+    def changing(self, inference: bool) -> list[str]:
+        """The state that a call in this mode may change: that of layers in training."""
+        modules = self.module.named_modules()
+        training = {
+            name
+            for (name, _), flag in zip(modules, self.training_flags(inference), strict=True)
+            if flag
+        }
+        return [name for name in self.names.state if name.rpartition(".")[0] in training]
+
+
+class Skeleton:
+    """A copy of a blueprint that one call at a time may use."""
+
+    def __init__(self, blueprint: Blueprint, constants: Sequence[torch.Tensor]) -> None:
+        self._blueprint = blueprint
+        self.constants = list(constants)
+        placeholders = [*blueprint.parameters, *blueprint.state]
+        memo: dict[int, Any] = {id(p): p for p in placeholders}
+        memo |= {id(old): new for old, new in zip(blueprint.constants, self.constants, strict=True)}
+        self.module: torch.nn.Module = copy.deepcopy(blueprint.module, memo)
+        slots = _slots(self.module, placeholders)
+        self._parameter_slots = [slots[id(p)] for p in blueprint.parameters]
+        self._state_slots = [slots[id(p)] for p in blueprint.state]
+        self._constant_slots = [_buffer_slot(self.module, n) for n in blueprint.names.constants]
+        self._versions = [c._version for c in self.constants]
+        self._inference: bool | None = None
+
+    def set_mode(self, inference: bool) -> None:
+        """Sets torch's train flags."""
+        if inference != self._inference:
+            flags = self._blueprint.training_flags(inference)
+            for module, flag in zip(self.module.modules(), flags, strict=True):
+                module.training = flag
+            self._inference = inference
+
+    def bind(self, parameters: Sequence[torch.Tensor], state: Sequence[torch.Tensor]) -> None:
+        """Puts tensors in place of the parameters and of the changing buffers."""
+        _fill(self._parameter_slots, parameters)
+        _fill(self._state_slots, state)
+
+    def unbind(self) -> None:
+        """Takes them out, so that nothing keeps or reads memory that is XLA's."""
+        _fill(self._parameter_slots, self._blueprint.parameters)
+        _fill(self._state_slots, self._blueprint.state)
+
+    def state(self) -> list[torch.Tensor]:
+        """The changing buffers, as the forward has left them."""
+        return [container[key] for ((container, key), *_) in self._state_slots]
+
+    def changed_constants(self) -> list[str]:
+        """Buffers that should only have been read, but were written or replaced."""
+        names = self._blueprint.names.constants
+        pairs = zip(names, self._constant_slots, self.constants, self._versions, strict=True)
+        return [
+            name
+            for name, (container, key), constant, version in pairs
+            if container.get(key) is not constant or constant._version != version
+        ]
+
+
+class _Pool:
+    """Skeletons on one device that no call is using. Invariant: each is lent to one call only."""
+
+    def __init__(self, blueprint: Blueprint, device: torch.device) -> None:
+        self._blueprint = blueprint
+        self._constants = [c.to(device) for c in blueprint.constants]
+        self._free: collections.deque[Skeleton] = collections.deque()
+
+    def borrow(self) -> Skeleton:
+        """A skeleton for one call."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return self.new()
+
+    def give_back(self, skeleton: Skeleton) -> None:
+        """Lends a skeleton to later calls."""
+        self._free.append(skeleton)
+
+    def new(self) -> Skeleton:
+        """A skeleton that no later call will see, unless it is given back."""
+        return Skeleton(self._blueprint, self._constants)
+
+
+_Slots = list[tuple[Any, Any]]
+
+
+def _fill(slots: Sequence[_Slots], tensors: Sequence[torch.Tensor]) -> None:
+    for places, tensor in zip(slots, tensors, strict=True):
+        for container, key in places:
+            container[key] = tensor
+
+
+def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
+
+
+def _constant(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, in the precision in which JAX has the parameters it meets."""
+    copied = tensor.detach().clone()
+    return (
+        copied.to(dtype_j2t(canonical_dtype(tensor.dtype))) if is_inexact(tensor.dtype) else copied
+    )
+
+
+def _copied(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise ModuleError(
+            f"`{type(module).__name__}` cannot be converted, because `copy.deepcopy` cannot copy "
+            f"it: {error}\nEach device thread needs a copy of the module (without its "
+            "parameters). Give the part that cannot be copied a `__deepcopy__`, or wrap a "
+            "function that calls the module by `torch2jax`."
+        ) from error
+
+
+def _detached(module: torch.nn.Module, known: Mapping[int, Any]) -> dict[int, Any]:
+    """Copies of the computed tensors that modules keep, which deepcopy refuses to copy."""
+    return {
+        id(tensor): tensor.detach().clone()
+        for container, key in _places(module)
+        if isinstance(tensor := container[key], torch.Tensor)
+        and tensor.grad_fn is not None
+        and id(tensor) not in known
+    }
+
+
+def _slots(module: torch.nn.Module, placeholders: Sequence[torch.Tensor]) -> dict[int, _Slots]:
+    """Where each placeholder stands; first in the module that registered it."""
+    slots: dict[int, _Slots] = {id(p): [] for p in placeholders}
+    for container, key in _places(module):
+        if id(container[key]) in slots:
+            slots[id(container[key])].append((container, key))
+    return slots
+
+
+def _places(module: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Every place in a module, its submodules and their containers where a tensor may stand."""
+    for submodule in module.modules():
+        yield from ((submodule._parameters, name) for name in submodule._parameters)
+        yield from ((submodule._buffers, name) for name in submodule._buffers)
+    for submodule in module.modules():
+        for name, value in submodule.__dict__.items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                yield from _within(submodule.__dict__, name, value)
+
+
+def _within(container: Any, key: Any, value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, torch.Tensor):
+        yield container, key
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _within(value, i, item)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _within(value, name, item)
+
+
+def _buffer_slot(module: torch.nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    owner, _, key = name.rpartition(".")
+    return module.get_submodule(owner)._buffers, key

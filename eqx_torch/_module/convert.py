@@ -1,0 +1,198 @@
+"""`from_torch`: a torch module as an Equinox module."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from .._arrays import t2j
+from .._dtypes import canonical_dtype, dtype_t2j, is_inexact
+from .._errors import InputError, ModuleError
+from .._examples import Examples
+from .._function import check_options, lock_of
+from .._probe import probe
+from .._program import Compiled, Lock, VmapMethod
+from .._shapes import OutputShapes
+from .blueprint import Blueprint, Names
+from .core import Core, Options
+from .function import ModuleFunction
+from .layers import changing_buffers, check_convertible
+from .module import TorchModule
+
+
+def from_torch(
+    module: torch.nn.Module | TorchModule,
+    *example_args: Any,
+    example_kw: dict[str, Any] | None = None,
+    output_shapes: OutputShapes = None,
+    out_specs: Any = None,
+    state: Sequence[str] | None = None,
+    method: str = "forward",
+    lock: bool | Lock = False,
+    depth: int | None = None,
+    vmap_method: VmapMethod = "torch",
+) -> TorchModule:
+    """Makes an Equinox module of a torch module.
+
+    The parameters are copied to JAX arrays; the torch module is left as it is, and later changes
+    to it do not reach the result. Buffers that the forward changes become state: use
+    `model, state = equinox.nn.make_with_state(from_torch)(module)` for a module that has any.
+
+    **Arguments:**
+
+    - `module`: the torch module, or a `TorchModule` of which to convert another method; that
+        shares its parameters.
+    - `*example_args`, `example_kw`: optional examples of the method's arguments: torch tensors,
+        JAX arrays or `jax.ShapeDtypeStruct`. They fix the structure of the arguments, move errors
+        to the time of conversion, give 64-bit dtypes back to arguments that JAX holds in 32 bits,
+        and find out which buffers the forward changes, by one run on tensors without memory.
+    - `output_shapes`, `out_specs`, `lock`, `depth`, `vmap_method`: as in `torch2jax`. With
+        `out_specs`, the shards of a call draw different random numbers, and changed buffers are
+        averaged over the shards (integers: the maximum).
+    - `state`: the names of the buffers that the forward changes. If None they are found out by
+        the examples, and without examples are those of torch's normalisation layers.
+    - `method`: the method to call.
+
+    **Returns:**
+
+    A `TorchModule`.
+
+    **Raises:**
+
+    `ModuleError` for a module that cannot be converted, with what to do first.
+
+    !!! example
+
+        >>> import jax.numpy as jnp, torch
+        >>> model = from_torch(torch.nn.Linear(3, 2))
+        >>> model(jnp.ones((5, 3))).shape
+        (5, 2)
+    """
+    options = Options(method, output_shapes, out_specs, lock_of(lock), depth, vmap_method)
+    if isinstance(module, TorchModule):
+        return _with_options(module, options, example_args, example_kw)
+    check_convertible(module)
+    _check_method(module, method)
+    check_options(depth, vmap_method)
+    name = type(module).__name__
+    examples = Examples.of(name, example_args, example_kw)
+    names = _names(module, state, options, example_args, example_kw)
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    dtypes = tuple(tensors[n].dtype for n in names.parameters + names.state)
+    core = Core(Blueprint(module, names), dtypes, options, examples)
+    buffers = {n: owned(tensors[n]) for n in names.state}
+    model = TorchModule(
+        params={n: owned(tensors[n]) for n in names.parameters},
+        buffers=eqx.nn.StateIndex(buffers) if buffers else None,
+        inference=not module.training,
+        core=core,
+    )
+    if examples is not None:
+        calls = _as_called(core.blueprint, not module.training, example_args, example_kw)
+        calls.infer(core.infer)
+    return model
+
+
+def owned(tensor: torch.Tensor) -> jax.Array:
+    """A copy of a tensor that is free to go to any device."""
+    return jnp.array(np.asarray(t2j(tensor.detach())))
+
+
+def _with_options(
+    model: TorchModule,
+    options: Options,
+    example_args: Sequence[Any],
+    example_kw: dict[str, Any] | None,
+) -> TorchModule:
+    """The same parameters and state under another method or other options."""
+    core = model.core
+    _check_method(core.blueprint.module, options.method)
+    examples = Examples.of(core.name, example_args, example_kw)
+    return dataclasses.replace(model, core=Core(core.blueprint, core.dtypes, options, examples))
+
+
+def _names(
+    module: torch.nn.Module,
+    state: Sequence[str] | None,
+    options: Options,
+    example_args: Sequence[Any],
+    example_kw: dict[str, Any] | None,
+) -> Names:
+    parameters = tuple(name for name, _ in module.named_parameters())
+    buffers = tuple(name for name, _ in module.named_buffers())
+    if state is not None:
+        _check_state(module, state, buffers)
+        changing = set(state)
+    else:
+        changing = changing_buffers(module).intersection(buffers)
+        unknown = set(buffers) - changing
+        if unknown and (example_args or example_kw is not None):
+            every = Names(parameters, buffers, ())
+            changing |= _found_changing(Blueprint(module, every), options, example_args, example_kw)
+    return Names(
+        parameters,
+        tuple(b for b in buffers if b in changing),
+        tuple(b for b in buffers if b not in changing),
+    )
+
+
+def _found_changing(
+    blueprint: Blueprint,
+    options: Options,
+    example_args: Sequence[Any],
+    example_kw: dict[str, Any] | None,
+) -> set[str]:
+    """The buffers that one run in training mode changes."""
+    function = ModuleFunction(
+        blueprint,
+        options.method,
+        name=type(blueprint.module).__name__,
+        lock=None,
+        depth=None,
+        vmap_method="torch",
+        compiled=Compiled(),
+    )
+    calls = _as_called(blueprint, False, example_args, example_kw)
+    calls.infer(lambda site, specs: probe(function, site, specs))
+    return function.changed_state
+
+
+def _as_called(
+    blueprint: Blueprint,
+    inference: bool,
+    example_args: Sequence[Any],
+    example_kw: dict[str, Any] | None,
+) -> Examples:
+    """The examples of the function that a module's call is: with parameters and state in front."""
+    parameters = tuple(
+        jax.ShapeDtypeStruct(tuple(p.shape), canonical_dtype(p.dtype)) for p in blueprint.parameters
+    )
+    state = tuple(
+        jax.ShapeDtypeStruct(tuple(b.shape), _state_dtype(b.dtype)) for b in blueprint.state
+    )
+    args = (parameters, state, False, inference, *example_args)
+    return Examples(type(blueprint.module).__name__, args, example_kw or {})
+
+
+def _state_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """Integers are given back their 64 bits before torch sees them."""
+    return canonical_dtype(dtype) if is_inexact(dtype) else dtype_t2j(dtype)
+
+
+def _check_method(module: torch.nn.Module, method: str) -> None:
+    if not callable(getattr(module, method, None)):
+        raise InputError(f"`{type(module).__name__}` has no method `{method}` to convert.")
+
+
+def _check_state(module: torch.nn.Module, state: Sequence[str], buffers: Sequence[str]) -> None:
+    unknown = [name for name in state if name not in buffers]
+    if unknown or isinstance(state, str):
+        raise ModuleError(
+            f"`state={state!r}`: pass a list of names of buffers of `{type(module).__name__}`, "
+            f"which has {list(buffers)}."
+        )

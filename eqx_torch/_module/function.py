@@ -1,0 +1,190 @@
+"""A module's method as a torch function of its parameters, its changing buffers and arguments.
+
+The function takes `(parameters, state, seed, inference, *args), kwargs` and returns the method's
+result and the new state. What a call borrows (a skeleton, the random generator) it holds until
+the program it is part of is done: the backward of `torch.utils.checkpoint`, of hooks and of
+adjoint solvers reads the module again, and must find the parameters of this very call.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .._errors import ModuleError
+from .._program import Compiled, Lock, Site, TorchFunction, VmapMethod
+from .._watch import untouched, Watch
+from .blueprint import Blueprint, Skeleton
+from .rng import SEEDING
+
+
+class ModuleFunction(TorchFunction):
+    """See the module's docstring. Equal where blueprint, method and options are.
+
+    Attributes:
+        draws: for each call site without a seed, the layers that drew random numbers.
+        changed_state: the buffers that the last trial changed.
+    """
+
+    randomness = "same"
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        method: str,
+        *,
+        name: str,
+        lock: Lock | None,
+        depth: int | None,
+        vmap_method: VmapMethod,
+        compiled: Compiled,
+    ) -> None:
+        super().__init__(
+            getattr(type(blueprint.module), method),
+            name=name,
+            lock=lock,
+            depth=depth,
+            vmap_method=vmap_method,
+            compiled=compiled,
+        )
+        self.blueprint = blueprint
+        self.method = method
+        self.draws: dict[Site, tuple[str, ...]] = {}
+        self.changed_state: set[str] = set()
+        self._held = _Held()
+
+    def _key(self) -> Hashable:
+        return self.blueprint, self.method, self.lock, self.depth, self.vmap_method
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, ModuleFunction) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, functional: bool) -> Any:
+        parameters, state, seed, inference, *rest = args
+        pool = self.blueprint.pool(_device(parameters, rest))
+        skeleton = pool.borrow()
+        skeleton.set_mode(inference)
+        # Wrappers of torch.func die with the transformation, so a layer must not keep one.
+        restoring = untouched(skeleton.module) if functional else contextlib.nullcontext()
+        with restoring:
+            skeleton.bind(parameters, [b.clone() for b in state])
+            self._held.items.append(skeleton.unbind)
+            with contextlib.nullcontext() if seed is False else self._seeding(seed):
+                result = self._run(skeleton, rest, kwargs)
+            state = skeleton.state()
+        changed = skeleton.changed_constants()
+        if changed:
+            raise ModuleError(self._changed_constants(changed))
+        self._held.items.append(lambda: pool.give_back(skeleton))
+        return result, tuple(state)
+
+    def release(self) -> None:
+        """Gives back what the calls of this thread have borrowed."""
+        items = self._held.items
+        while items:
+            items.pop(0)()
+
+    def must_loop(self, site: Site, in_axes: Sequence[int | None]) -> bool:
+        """A batch with a key for each member is drawn member by member."""
+        position = len(self.blueprint.parameters) + len(self.blueprint.state)
+        return site.statics[position] is None and in_axes[position] is not None
+
+    def label(self, path: str) -> str:
+        if not path.startswith("[0]"):
+            return super().label(path)
+        index, _, rest = path.removeprefix("[0][").partition("]")
+        names = self.blueprint.names
+        if int(index) > 3:
+            return super().label(f"[0][{int(index) - 4}]{rest}")
+        if int(index) == 2:
+            return "key"
+        kind, own = (("parameter", names.parameters), ("buffer", names.state))[int(index)]
+        return f"{kind} {own[int(rest[1:-1])]}"
+
+    @contextlib.contextmanager
+    def trial(self, watch: Watch) -> Iterator[Callable[[Sequence[Any], Mapping[str, Any]], Any]]:
+        skeleton = self.blueprint.pool(torch.device("cpu")).new()
+
+        def run(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            parameters, state, _, inference, *rest = args
+            skeleton.set_mode(inference)
+            skeleton.bind(parameters, state)
+            _LayerNames(skeleton.module, watch)
+            result = self._run(skeleton, rest, kwargs)
+            new_state = skeleton.state()
+            triples = zip(self.blueprint.names.state, state, new_state, strict=True)
+            self.changed_state = {
+                name for name, old, new in triples if new is not old or watch.wrote(old)
+            }
+            pairs = zip(self.blueprint.names.constants, skeleton.constants, strict=True)
+            changed = [name for name, c in pairs if watch.wrote(c)] or skeleton.changed_constants()
+            if changed:
+                raise ModuleError(self._changed_constants(changed))
+            return result, tuple(new_state)
+
+        yield run
+
+    def learn(self, site: Site, written: frozenset[int], watch: Watch) -> None:
+        count = len(self.blueprint.parameters)
+        state = range(count, count + len(self.blueprint.state))
+        # The state is cloned before it is bound, whether or not it is written.
+        super().learn(site, written.difference(state), watch)
+        self.draws[site] = tuple(dict.fromkeys(watch.random))
+
+    def _run(self, skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self.method == "forward":
+            return skeleton.module(*args, **kwargs)
+        return getattr(skeleton.module, self.method)(*args, **kwargs)
+
+    def _seeding(self, seed: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        return SEEDING.drawing(seed, self._held.items.append)
+
+    def _changed_constants(self, names: Sequence[str]) -> str:
+        listed = ", ".join(f'"{name}"' for name in names)
+        return (
+            f"`{self.name}` changes its buffers {listed} in `{self.method}`, but they were taken "
+            "for constants. Convert it with `state=["
+            f"{listed}]`, or with example arguments so that this is found out: "
+            "`model, state = eqx.nn.make_with_state(from_torch)(module, *example_args)`."
+        )
+
+
+class _Held(threading.local):
+    """What the calls of one thread must still give back, in the order in which to do it."""
+
+    def __init__(self) -> None:
+        self.items: list[Callable[[], None]] = []
+
+
+class _LayerNames:
+    """Tells a watch which layer is running."""
+
+    def __init__(self, module: torch.nn.Module, watch: Watch) -> None:
+        self._watch = watch
+        self._outer: list[str] = []
+        for name, layer in module.named_modules():
+            layer.register_forward_pre_hook(self._entering(name or type(layer).__name__))
+            layer.register_forward_hook(self._leaving)
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def hook(module: torch.nn.Module, args: Any) -> None:
+            self._outer.append(self._watch.place)
+            self._watch.place = f"{name} ({type(module).__name__})"
+
+        return hook
+
+    def _leaving(self, module: torch.nn.Module, args: Any, result: Any) -> None:
+        self._watch.place = self._outer.pop()
+
+
+def _device(parameters: Sequence[torch.Tensor], args: Sequence[Any]) -> torch.device:
+    tensors = (x for x in (*parameters, *args) if isinstance(x, torch.Tensor))
+    first = next(tensors, None)
+    return torch.device("cpu") if first is None else first.device

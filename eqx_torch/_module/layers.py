@@ -1,0 +1,93 @@
+"""What is known of torch's own layers: which change buffers, which draw random numbers."""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from .._errors import ModuleError
+
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_DROPOUTS = (
+    torch.nn.Dropout,
+    torch.nn.Dropout1d,
+    torch.nn.Dropout2d,
+    torch.nn.Dropout3d,
+    torch.nn.AlphaDropout,
+    torch.nn.FeatureAlphaDropout,
+)
+
+
+def changing_buffers(module: torch.nn.Module) -> set[str]:
+    """The buffers that torch's normalisation layers change in training."""
+    names: set[str] = set()
+    for prefix, layer in module.named_modules():
+        names.update(_joined(prefix, name) for name in _own_changing(layer))
+    return names
+
+
+def drawing_layers(module: torch.nn.Module, training: Sequence[bool]) -> list[str]:
+    """The layers of torch that draw random numbers, given each layer's train flag."""
+    return [
+        f"{name or type(layer).__name__} ({type(layer).__name__})"
+        for (name, layer), flag in zip(module.named_modules(), training, strict=True)
+        if flag and _draws(layer)
+    ]
+
+
+def check_convertible(module: torch.nn.Module) -> None:
+    """Raises if a module has no values to convert."""
+    if not isinstance(module, torch.nn.Module):
+        raise ModuleError(
+            f"`from_torch` takes a `torch.nn.Module`, but got {module!r} of type "
+            f"{type(module).__name__}. Functions of tensors are converted by `torch2jax`."
+        )
+    name = type(module).__name__
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    lazy = [n for n, t in tensors.items() if is_lazy(t)]
+    if lazy:
+        raise ModuleError(
+            f"`{name}` is lazy: {', '.join(lazy)} will be made by its first call. Run it once, "
+            "`module(torch.zeros(...))`, and then convert it."
+        )
+    meta = [n for n, t in tensors.items() if t.is_meta]
+    if meta:
+        raise ModuleError(
+            f"`{name}` is on the meta device: {', '.join(meta[:3])} have shapes but no values. "
+            'Give it memory by `module.to_empty(device="cpu")` and load a state dict, and then '
+            "convert it."
+        )
+    quantized = [n for n, t in tensors.items() if t.is_quantized]
+    if quantized:
+        raise ModuleError(
+            f"`{name}` is quantized: {', '.join(quantized[:3])} have a dtype that JAX does not. "
+            "Convert the floating point module, or call this one through `torch2jax`."
+        )
+
+
+def _own_changing(layer: torch.nn.Module) -> list[str]:
+    buffers = layer._buffers
+    if getattr(layer, "track_running_stats", False):
+        return [name for name in _STATISTICS if buffers.get(name) is not None]
+    if type(layer).__name__ == "_SpectralNorm":
+        return [name for name in ("_u", "_v") if name in buffers]
+    hooks = [h for h in layer._forward_pre_hooks.values() if isinstance(h, SpectralNorm)]
+    return [f"{h.name}_{suffix}" for h in hooks for suffix in "uv"]
+
+
+def _draws(layer: torch.nn.Module) -> bool:
+    if isinstance(layer, _DROPOUTS):
+        return layer.p > 0
+    if isinstance(layer, torch.nn.RReLU):
+        return True
+    if isinstance(layer, torch.nn.MultiheadAttention):
+        return layer.dropout > 0
+    if isinstance(layer, torch.nn.RNNBase):
+        return layer.dropout > 0 and layer.num_layers > 1
+    return isinstance(layer, torch.nn.FractionalMaxPool2d | torch.nn.FractionalMaxPool3d)
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

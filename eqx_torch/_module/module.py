@@ -1,0 +1,241 @@
+"""`TorchModule`: a torch module as an Equinox module."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from .._errors import InputError, ModuleError
+from .._invoke import Arguments, invoke, PerShard
+from .._probe import Outputs
+from .core import Core
+
+
+class TorchModule(eqx.nn.StatefulLayer):
+    """A torch module whose parameters are JAX arrays; made by `from_torch`.
+
+    It is a PyTree. Its only inexact arrays are the parameters, under torch's names, so gradients,
+    optimisers, serialisation and sharding treat it like any Equinox module. Calling it runs the
+    torch code on those parameters.
+
+    Attributes:
+        params: the parameters by torch's names; one that has several names stands under the first.
+        buffers: the initial values of the buffers that the forward changes, which then live in
+            `equinox.nn.State`; None if there are none.
+        inference: whether all layers are in evaluation mode; set by `equinox.nn.inference_mode`.
+    """
+
+    params: dict[str, jax.Array]
+    buffers: eqx.nn.StateIndex | None
+    inference: bool
+    core: Core = eqx.field(static=True)
+
+    def __init__(
+        self,
+        params: dict[str, jax.Array],
+        buffers: eqx.nn.StateIndex | None,
+        inference: bool,
+        core: Core,
+    ) -> None:
+        """Use `from_torch`."""
+        self.params = params
+        self.buffers = buffers
+        self.inference = inference
+        self.core = core
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the torch module.
+
+        **Arguments:**
+
+        - `*args`, `**kwargs`: of torch's `forward` (or the method that was converted), with JAX
+            arrays in place of tensors; anything else is passed as it is.
+        - `state`: an `equinox.nn.State`. It is ours unless the forward has an argument of this
+            name and the value is not a `State`.
+        - `key`: a JAX PRNG key from which this call's random numbers are drawn. It is the
+            forward's where the forward has an argument of this name, unless it is a typed key.
+
+        **Returns:**
+
+        What torch returns, with JAX arrays in place of tensors; with `state=`, a pair of that and
+        the new state.
+
+        **Raises:**
+
+        `ModuleError` if the forward draws random numbers and `key` is missing, or changes buffers
+        and `state` is missing; and what `torch2jax` raises.
+        """
+        own = _Own(self.core, kwargs)
+        buffers = self._buffers_for(own.state)
+        result, new_buffers = _run(self, buffers, own.key, args, own.rest)
+        if own.state is None:
+            return result
+        if self.buffers is None:
+            return result, own.state
+        names = self.core.blueprint.names.state
+        return result, own.state.set(self.buffers, dict(zip(names, new_buffers, strict=True)))
+
+    def is_stateful(self) -> bool:
+        """Whether the forward changes buffers, so that calls take and return a state."""
+        return self.buffers is not None
+
+    def _buffers_for(self, state: eqx.nn.State | None) -> dict[str, jax.Array]:
+        if self.buffers is None:
+            return {}
+        if state is not None:
+            return state.get(self.buffers)
+        changing = self.core.blueprint.changing(self.inference)
+        init = self.buffers.init
+        if changing or not isinstance(init, dict):
+            raise ModuleError(_missing_state(self.core, changing))
+        return init
+
+
+class _Own:
+    """The keyword arguments of a call, with those taken out that are not the forward's."""
+
+    def __init__(self, core: Core, kwargs: dict[str, Any]) -> None:
+        self.rest = dict(kwargs)
+        self.state: eqx.nn.State | None = None
+        self.key: jax.Array | None = None
+        state = self.rest.get("state")
+        if "state" not in core.arguments or isinstance(state, eqx.nn.State):
+            self.state = self._take_state(core)
+        key = self.rest.get("key")
+        if "key" not in core.arguments or _is_typed_key(key):
+            self.key = self.rest.pop("key", None)
+
+    def _take_state(self, core: Core) -> eqx.nn.State | None:
+        state = self.rest.pop("state", None)
+        if state is not None and not isinstance(state, eqx.nn.State):
+            raise InputError(
+                f"`state=` of `{core.name}` is a {type(state).__name__}, but takes the "
+                "`equinox.nn.State` of "
+                "`model, state = eqx.nn.make_with_state(from_torch)(module)`."
+            )
+        return state
+
+
+class _ModuleShards(PerShard):
+    """The shards of one call draw differently; changed buffers are averaged over them."""
+
+    def __init__(self, seed: int | None, num_buffers: int) -> None:
+        self._seed = seed
+        self._num_buffers = num_buffers
+
+    def out_specs(self, out_specs: Any) -> Any:
+        return out_specs, P()
+
+    def enter(self, shards: Sequence[Any], axes: frozenset[str]) -> Sequence[Any]:
+        if self._seed is None:
+            return shards
+        index = jax.lax.axis_index(tuple(sorted(axes)))
+        key = jax.random.wrap_key_data(shards[self._seed], impl="threefry2x32")
+        seed = _seed_of(jax.random.fold_in(key, index))
+        return [*shards[: self._seed], seed, *shards[self._seed + 1 :]]
+
+    def leave(self, results: list[Any], axes: frozenset[str]) -> list[Any]:
+        names = tuple(sorted(axes))
+        split = len(results) - self._num_buffers
+        return results[:split] + [_averaged(x, names) for x in results[split:]]
+
+
+def _run(
+    module: TorchModule,
+    buffers: dict[str, jax.Array],
+    key: jax.Array | None,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    core = module.core
+    inference = bool(module.inference)
+    _check_parameters(module)
+    names = core.blueprint.names
+    tensors = (
+        tuple(module.params[name] for name in names.parameters),
+        tuple(buffers[name] for name in names.state),
+    )
+    restored = core.restored(Arguments(core.function, args, kwargs))
+    arguments = Arguments(core.function, (*tensors, False, inference, *args), kwargs)
+    site = arguments.site(restored)
+    outputs = core.infer(site, arguments.specs())
+    draws = core.draws(site, inference)
+    if draws and key is None:
+        raise ModuleError(_missing_key(core, draws))
+    seed = None
+    if key is not None and draws != ():
+        seed = len(module.params) + len(buffers)
+        seeded = (*tensors, _seed_of(key), inference, *args)
+        arguments = Arguments(core.function, seeded, kwargs)
+        restored = (*restored[:seed], None, *restored[seed:])
+
+    def known(*_: Any) -> Outputs:
+        return outputs
+
+    return invoke(
+        core.function,
+        known,
+        arguments,
+        restored=restored,
+        out_specs=core.options.out_specs,
+        per_shard=_ModuleShards(seed, len(buffers)),
+    )
+
+
+def _check_parameters(module: TorchModule) -> None:
+    blueprint = module.core.blueprint
+    for name, expected in zip(blueprint.names.parameters, blueprint.parameters, strict=True):
+        array = module.params[name]
+        if array is None:
+            raise InputError(
+                f"the parameter {name} of `{module.core.name}` is None: this is part of a model. "
+                "Put it together before calling it, `eqx.combine(params, rest)`."
+            )
+        if jnp.ndim(array) != expected.ndim:
+            raise InputError(
+                f"the parameter {name} of `{module.core.name}` has shape {list(array.shape)}, but "
+                f"the torch module has {list(expected.shape)}. If this is a stack of modules, "
+                "call it under `eqx.filter_vmap`."
+            )
+
+
+def _seed_of(key: jax.Array) -> jax.Array:
+    return jax.random.bits(key, (2,), jnp.uint32)
+
+
+def _averaged(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    reduce = jax.lax.pmean if jnp.issubdtype(x.dtype, jnp.inexact) else jax.lax.pmax
+    return reduce(x, axes)
+
+
+def _is_typed_key(key: Any) -> bool:
+    return isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+
+
+def _missing_state(core: Core, changing: list[str]) -> str:
+    remedy = (
+        "Keep them in a state: `model, state = eqx.nn.make_with_state(from_torch)(module)`, then "
+        "`y, state = model(x, state=state)`."
+    )
+    if not changing:
+        return f"`{core.name}` has buffers that live in a state, but was called without. {remedy}"
+    return (
+        f"the forward of `{core.name}` changes its buffers {_first(changing)}, but was "
+        f"called without `state=`. {remedy} To use the values they have, "
+        "`model = eqx.nn.inference_mode(model)`."
+    )
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _missing_key(core: Core, layers: Sequence[str]) -> str:
+    return (
+        f"the forward of `{core.name}` draws random numbers in {_first(layers)}, but was called "
+        "without `key=`. Pass `key=jax.random.key(0)` (split it for each call), or "
+        "`model = eqx.nn.inference_mode(model)` if this is not training."
+    )

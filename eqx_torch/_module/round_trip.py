@@ -1,0 +1,156 @@
+"""From a `TorchModule` back to torch, bit for bit and under torch's names."""
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import torch
+
+from .._arrays import j2t
+from .._errors import ModuleError
+from .blueprint import Blueprint, Names
+from .convert import owned
+from .core import Core
+from .module import TorchModule
+
+
+def to_torch(model: TorchModule, state: eqx.nn.State | None = None) -> torch.nn.Module:
+    """A torch module with the parameters of a `TorchModule`.
+
+    **Arguments:**
+
+    - `model`: the model. Its parameters may be sharded over devices of this process.
+    - `state`: its state, if it has one (not needed while the model still has the initial one).
+
+    **Returns:**
+
+    A new module of the class that was converted, on the CPU, in torch's own dtypes, with tied
+    weights tied. It shares no memory with `model`.
+
+    **Raises:**
+
+    `ModuleError` if the model has a state and it was not passed.
+
+    !!! example
+
+        >>> import torch
+        >>> from eqx_torch import from_torch
+        >>> to_torch(from_torch(torch.nn.Linear(3, 2)))
+        Linear(in_features=3, out_features=2, bias=True)
+    """
+    core = model.core
+    blueprint = core.blueprint
+    names = blueprint.names
+    count = len(names.parameters)
+    buffers = _buffers(model, state)
+    arrays = [model.params[n] for n in names.parameters] + [buffers[n] for n in names.state]
+    placeholders = [*blueprint.parameters, *blueprint.state]
+    memo: dict[int, Any] = {}
+    for i, (old, array, dtype) in enumerate(zip(placeholders, arrays, core.dtypes, strict=True)):
+        new = torch.empty_like(old, device="cpu", dtype=dtype, requires_grad=False)
+        with torch.no_grad():
+            new.copy_(j2t(np.asarray(jax.device_get(array))))
+        memo[id(old)] = torch.nn.Parameter(new, old.requires_grad) if i < count else new
+    module = copy.deepcopy(blueprint.module, memo)
+    flags = blueprint.training_flags(bool(model.inference))
+    for submodule, flag in zip(module.modules(), flags, strict=True):
+        submodule.training = flag
+    return module
+
+
+def state_dict(model: TorchModule, state: eqx.nn.State | None = None) -> dict[str, Any]:
+    """The `state_dict` of the torch module that a model stands for.
+
+    **Arguments:**
+
+    - `model`: the model.
+    - `state`: its state, if it has one.
+
+    **Returns:**
+
+    torch tensors in torch's own dtypes under torch's own names, for `torch.save` or safetensors.
+
+    !!! example
+
+        >>> import torch
+        >>> from eqx_torch import from_torch
+        >>> list(state_dict(from_torch(torch.nn.Linear(3, 2))))
+        ['weight', 'bias']
+    """
+    return dict(to_torch(model, state).state_dict())
+
+
+def load_state_dict(
+    model: TorchModule, sd: Mapping[str, Any], state: eqx.nn.State | None = None
+) -> Any:
+    """A model with the values of a `state_dict`.
+
+    **Arguments:**
+
+    - `model`: the model, which is left as it is.
+    - `sd`: torch tensors by torch's names, as `state_dict` or `torch.load` gives them.
+    - `state`: the model's state, if it has one.
+
+    **Returns:**
+
+    The new model, or the pair of it and the new state if `state` was passed.
+
+    **Raises:**
+
+    What torch's own `load_state_dict(strict=True)` raises for names and shapes that do not fit.
+
+    !!! example
+
+        >>> import torch
+        >>> from eqx_torch import from_torch
+        >>> module = torch.nn.Linear(3, 2)
+        >>> model = load_state_dict(from_torch(torch.nn.Linear(3, 2)), module.state_dict())
+        >>> bool((state_dict(model)["weight"] == module.weight).all())
+        True
+    """
+    module = to_torch(model, state)
+    module.load_state_dict(sd)
+    names = model.core.blueprint.names
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    params = {name: _like(model.params[name], tensors[name]) for name in names.parameters}
+    new = dataclasses.replace(model, params=params, core=_core_for(model, module, names))
+    if model.buffers is None:
+        return new if state is None else (new, state)
+    buffers = {name: owned(tensors[name]) for name in names.state}
+    if state is not None:
+        return new, state.set(model.buffers, buffers)
+    return eqx.tree_at(lambda m: m.buffers.init, new, buffers)
+
+
+def _core_for(model: TorchModule, module: torch.nn.Module, names: Names) -> Core:
+    """The core of a model whose constants were loaded: the same one unless they differ."""
+    old = model.core
+    blueprint = Blueprint(module, names)
+    pairs = zip(blueprint.constants, old.blueprint.constants, strict=True)
+    if all(torch.equal(a, b) for a, b in pairs):
+        return old
+    return Core(blueprint, old.dtypes, old.options, old.examples)
+
+
+def _like(old: jax.Array, tensor: torch.Tensor) -> jax.Array:
+    """The values of a tensor, where and how the old ones lie."""
+    new = owned(tensor)
+    return jax.device_put(new, old.sharding) if getattr(old, "_committed", False) else new
+
+
+def _buffers(model: TorchModule, state: eqx.nn.State | None) -> dict[str, jax.Array]:
+    if model.buffers is None:
+        return {}
+    if state is not None:
+        return state.get(model.buffers)
+    if not isinstance(model.buffers.init, dict):
+        names = ", ".join(model.core.blueprint.names.state[:3])
+        raise ModuleError(
+            f"`{model.core.name}` has buffers ({names}, ...) that live in its state. Pass it: "
+            "`state_dict(model, state)`."
+        )
+    return model.buffers.init
