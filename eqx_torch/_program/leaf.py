@@ -197,7 +197,9 @@ def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    # A clone's strides are those of its shape, which a view as bytes asks for.
+    x = x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return x.view(-1).view(torch.uint8)
 
 
 def _standing_for(dtype: torch.dtype, x64: bool) -> frozenset[torch.dtype]:
