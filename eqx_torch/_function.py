@@ -100,8 +100,6 @@ def torch2jax(
         vmap_method=vmap_method,
         compiled=compiled,
     )
-    has_examples = bool(example_args) or example_kw is not None
-    examples = Examples(function.name, example_args, example_kw or {}) if has_examples else None
     examples = Examples.of(function.name, example_args, example_kw)
     infer = Inference(function, output_shapes, examples and examples.specs)
     nondiff = _NonDiff(function.name, nondiff_argnums, nondiff_mask)
@@ -119,7 +117,7 @@ def torch2jax(
 
     if examples is not None:
         examples.infer(infer)
-    functools.update_wrapper(wrapped, fn)
+    functools.update_wrapper(wrapped, fn, updated=())
     wrapped.__dict__["_compiled"] = compiled
     return wrapped
 

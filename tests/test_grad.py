@@ -18,9 +18,7 @@ def _nth_grad(f, order, argnums):
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_gradients_are_the_twins(getkey, twin, order):
     args = twin.args(getkey)
-    actual, expected = (
-        _nth_grad(f, order, twin.smooth) for f in (twin.wrapped, twin.jax)
-    )
+    actual, expected = (_nth_grad(f, order, twin.smooth) for f in (twin.wrapped, twin.jax))
     expected = jax.jit(expected)(*args)
     assert_trees_equal(jax.jit(actual)(*args), expected, rtol=1e-4, atol=1e-4)
     if order == 1:

@@ -67,7 +67,9 @@ def test_while_loop_with_an_allocating_body(getkey):
 
     def loop(body, test):
         return jax.jit(
-            lambda x: jax.lax.while_loop(lambda c: test(c[1]), lambda c: (c[0] + 1, body(c[1])), (0, x))
+            lambda x: jax.lax.while_loop(
+                lambda c: test(c[1]), lambda c: (c[0] + 1, body(c[1])), (0, x)
+            )
         )(x)
 
     actual = loop(

@@ -145,23 +145,33 @@ _VECTORS = (((4,), "float32"),) * 2
 _MATRICES = (((3, 3), "float32"),) * 2
 
 TWINS = {
-    "elementwise": Twin(lambda x, y: x.sin() * y.exp(), lambda x, y: jnp.sin(x) * jnp.exp(y), _VECTORS),
+    "elementwise": Twin(
+        lambda x, y: x.sin() * y.exp(), lambda x, y: jnp.sin(x) * jnp.exp(y), _VECTORS
+    ),
     "matmul": Twin(lambda x, w: (x @ w).tanh(), lambda x, w: jnp.tanh(x @ w), _MATRICES),
     "nested": Twin(_nested, _nested_in_jax, _MATRICES),
     "scalars": Twin(lambda x: x**3, lambda x: x**3, (((), "float32"),)),
     "layouts": Twin(_layouts, _layouts_in_jax, (((4, 3), "float32"),)),
     "writes": Twin(_writes, _writes_in_jax, _VECTORS),
     "inner_grad": Twin(_inner_grad, _inner_grad_in_jax, _VECTORS),
-    "old_function": Twin(lambda x: Cube.apply(x).sin(), lambda x: jnp.sin(x**3), (((4,), "float32"),)),
+    "old_function": Twin(
+        lambda x: Cube.apply(x).sin(), lambda x: jnp.sin(x**3), (((4,), "float32"),)
+    ),
     "hidden_input": Twin(lambda x: HiddenCube.apply(x), lambda x: x**3, (((4,), "float32"),)),
-    "ids": Twin(_embedding, lambda ids, table: jnp.sin(table[ids]), (((5,), "int32"), ((3, 2), "float32"))),
+    "ids": Twin(
+        _embedding, lambda ids, table: jnp.sin(table[ids]), (((5,), "int32"), ((3, 2), "float32"))
+    ),
     "mask": Twin(
         lambda m, x: (m.logical_not(), torch.where(m, x.sin(), x)),
         lambda m, x: (~m, jnp.where(m, jnp.sin(x), x)),
         (((4,), "bool"), ((4,), "float32")),
     ),
     "top": Twin(_top, _top_in_jax, _VECTORS),
-    "complex": Twin(lambda z, w: (z * w.conj()).exp(), lambda z, w: jnp.exp(z * w.conj()), (((3,), "complex64"),) * 2),
+    "complex": Twin(
+        lambda z, w: (z * w.conj()).exp(),
+        lambda z, w: jnp.exp(z * w.conj()),
+        (((3,), "complex64"),) * 2,
+    ),
     "complex_to_real": Twin(
         lambda z, x: (z.abs() * x, torch.complex(x, x.sin())),
         lambda z, x: (jnp.abs(z) * x, jax.lax.complex(x, jnp.sin(x))),
@@ -175,7 +185,9 @@ TWINS = {
     "unused": Twin(lambda x, y: x.sin(), lambda x, y: jnp.sin(x), _VECTORS),
     "constant": Twin(lambda x: torch.ones(3), lambda x: jnp.ones(3), (((4,), "float32"),)),
     "linear": Twin(lambda x, y: 2 * x - y, lambda x, y: 2 * x - y, _VECTORS),
-    "empty": Twin(lambda x, y: x @ y, lambda x, y: x @ y, (((2, 0), "float32"), ((0, 3), "float32"))),
+    "empty": Twin(
+        lambda x, y: x @ y, lambda x, y: x @ y, (((2, 0), "float32"), ((0, 3), "float32"))
+    ),
 }
 
 every_twin = pytest.mark.parametrize("twin", TWINS.values(), ids=TWINS)
