@@ -111,8 +111,6 @@ def torch2jax(
         vmap_method=vmap_method,
         compiled=compiled,
     )
-    has_examples = bool(example_args) or example_kw is not None
-    examples = Examples(function.name, example_args, example_kw or {}) if has_examples else None
     examples = Examples.of(function.name, example_args, example_kw)
     declaration = Declaration(output_shapes, annotated, examples and examples.specs)
     infer = Inference(function, declaration)
@@ -131,7 +129,7 @@ def torch2jax(
 
     if examples is not None:
         examples.infer(infer)
-    functools.update_wrapper(wrapped, fn)
+    functools.update_wrapper(wrapped, fn, updated=())
     wrapped.__dict__["_compiled"] = compiled
     return wrapped
 

@@ -75,8 +75,8 @@ class Leaf(Program):
     def _hash(self) -> int:
         return hash((self.function, self.site, self.in_specs, self.out_specs, self.structure))
 
-    def broadcast(self, size: int, expand: bool) -> Program:
-        ins = tuple(s.batched(size, 0) for s in self.ins)
+    def broadcast(self, size: int, shared: Indices) -> Program:
+        ins = tuple(s.batched(1 if i in shared else size, 0) for i, s in enumerate(self.ins))
         outs = tuple(s.batched(size, 0) for s in self.outs)
         return dataclasses.replace(self, in_specs=ins, out_specs=outs)
 
