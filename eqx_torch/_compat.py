@@ -11,10 +11,12 @@ import jax
 import jax.core
 import numpy as np
 
+# `register_cache` is how JAX's own caches are emptied by `jax.clear_caches()`; the graphs that
+# forwards have recorded are one more.
 # JAX's tracing caches own the parameters of a primitive (up to 2048 entries) unless their type is
 # in this set, which holds them by weak reference, as JAX does with jaxprs. Without it the caches
 # would keep the torch functions and modules alive that the user has dropped.
-from jax._src.util import weakref_cache_key_types as _weakly_cached_types
+from jax._src.util import register_cache, weakref_cache_key_types as _weakly_cached_types
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -51,6 +53,24 @@ def cached_weakly(cls: _Class) -> _Class:
     """Class decorator: JAX's caches hold the instances of `cls` weakly."""
     _weakly_cached_types.add(cls)
     return cls
+
+
+class _ClearedCache:
+    """What JAX asks of a cache that it clears."""
+
+    def __init__(self, clear: Callable[[], None]) -> None:
+        self.cache_clear = clear
+
+    def cache_info(self) -> None:
+        return None
+
+    def cache_keys(self) -> list[Any]:
+        return []
+
+
+def on_clear_caches(clear: Callable[[], None]) -> None:
+    """Calls `clear` at `jax.clear_caches()`."""
+    register_cache(_ClearedCache(clear), "eqx_torch")
 
 
 def callback_target(platform: str) -> str | None:

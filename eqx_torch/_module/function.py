@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .._errors import ModuleError
-from .._program import Compiled, Lock, Site, TorchFunction, VmapMethod
+from .._program import Compiled, Kept, Lock, Site, TorchFunction, VmapMethod
 from .._watch import untouched, Watch
 from .blueprint import Blueprint, Skeleton
 from .rng import SEEDING
@@ -87,9 +87,15 @@ class ModuleFunction(TorchFunction):
 
     def release(self) -> None:
         """Gives back what the calls of this thread have borrowed."""
-        items = self._held.items
-        while items:
-            items.pop(0)()
+        _end(self._held.items)
+        _end(self._held.locks)
+
+    def keep(self) -> Kept:
+        items, locks = self._held.items[:], self._held.locks
+        self._held.items.clear()
+        guard = SEEDING.lock if locks else contextlib.nullcontext()
+        _end(locks)
+        return Kept(guard, lambda: _end(items))
 
     def must_loop(self, site: Site, in_axes: Sequence[int | None]) -> bool:
         """A batch with a key for each member is drawn member by member."""
@@ -144,7 +150,7 @@ class ModuleFunction(TorchFunction):
         return getattr(skeleton.module, self.method)(*args, **kwargs)
 
     def _seeding(self, seed: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-        return SEEDING.drawing(seed, self._held.items.append)
+        return SEEDING.drawing(seed, self._held.locks.append)
 
     def _changed_constants(self, names: Sequence[str]) -> str:
         listed = ", ".join(f'"{name}"' for name in names)
@@ -157,10 +163,16 @@ class ModuleFunction(TorchFunction):
 
 
 class _Held(threading.local):
-    """What the calls of one thread must still give back, in the order in which to do it."""
+    """What the calls of one thread must still give back, in the order in which to do it.
+
+    Attributes:
+        items: when the derivatives of the calls are done.
+        locks: at the end of the program in any case.
+    """
 
     def __init__(self) -> None:
         self.items: list[Callable[[], None]] = []
+        self.locks: list[Callable[[], None]] = []
 
 
 class _LayerNames:
@@ -182,6 +194,11 @@ class _LayerNames:
 
     def _leaving(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         self._watch.place = self._outer.pop()
+
+
+def _end(items: list[Callable[[], None]]) -> None:
+    while items:
+        items.pop(0)()
 
 
 def _device(parameters: Sequence[torch.Tensor], args: Sequence[Any]) -> torch.device:

@@ -46,6 +46,10 @@ class Spec(NamedTuple):
         return Spec((*self.shape[:axis], size, *self.shape[axis:]), self.dtype)
 
 
+# The name of a recorded graph; see `tape`.
+TOKEN = Spec((1,), np.dtype("int32"))
+
+
 class Program(abc.ABC):
     """A map from tensors to tensors; see the module's docstring."""
 

@@ -14,12 +14,14 @@ J^T u = conj(J^H conj(u)).
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from .._compat import cached_weakly
-from .base import Derived, Indices, pick, Program, replaced, Spec, Tensors
+from .base import Derived, Indices, pick, Program, replaced, Spec, Tensors, TOKEN
+from .tape import Tape, TAPES
 
 
 @cached_weakly
@@ -27,16 +29,18 @@ from .base import Derived, Indices, pick, Program, replaced, Spec, Tensors
 class Jvp(Derived):
     """The tangents of the outputs `of` of `inner`.
 
-    Takes the primals and a tangent for each input in `wrt`; gives one tangent for each in `of`.
+    Takes the primals, a token if `taped`, and a tangent for each input in `wrt`; gives one tangent
+    for each output in `of`.
     """
 
     inner: Program
     wrt: Indices
     of: Indices
+    taped: bool = False
 
     @functools.cached_property
     def ins(self) -> tuple[Spec, ...]:
-        return self.inner.ins + pick(self.inner.ins, self.wrt)
+        return self.inner.ins + _tokens(self) + pick(self.inner.ins, self.wrt)
 
     @functools.cached_property
     def outs(self) -> tuple[Spec, ...]:
@@ -44,7 +48,7 @@ class Jvp(Derived):
 
     @functools.cached_property
     def linear(self) -> frozenset[int]:
-        return frozenset(range(len(self.inner.ins), len(self.ins)))
+        return frozenset(range(len(self.inner.ins) + self.taped, len(self.ins)))
 
     @functools.cached_property
     def order(self) -> int:
@@ -62,7 +66,9 @@ class Jvp(Derived):
         self.inner.prepare()
 
     def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
-        primals, tangents = inputs[: len(self.inner.ins)], inputs[len(self.inner.ins) :]
+        primals, tangents = _split(self, inputs)
+        if self.taped and not functional:
+            _drop(self, inputs)
         findings = self.leaf.function.findings
         if functional or not findings.forward_mode_fails:
             try:
@@ -80,16 +86,18 @@ class Jvp(Derived):
 class Vjp(Derived):
     """The cotangents of the inputs `wrt` of `inner`.
 
-    Takes the primals and a cotangent for each output in `of`; gives one for each input in `wrt`.
+    Takes the primals, a token if `taped`, and a cotangent for each output in `of`; gives one for
+    each input in `wrt`. With a token the graph that `Record` has kept is used, if it is still valid.
     """
 
     inner: Program
     wrt: Indices
     of: Indices
+    taped: bool = False
 
     @functools.cached_property
     def ins(self) -> tuple[Spec, ...]:
-        return self.inner.ins + pick(self.inner.outs, self.of)
+        return self.inner.ins + _tokens(self) + pick(self.inner.outs, self.of)
 
     @functools.cached_property
     def outs(self) -> tuple[Spec, ...]:
@@ -97,7 +105,7 @@ class Vjp(Derived):
 
     @functools.cached_property
     def linear(self) -> frozenset[int]:
-        return frozenset(range(len(self.inner.ins), len(self.ins)))
+        return frozenset(range(len(self.inner.ins) + self.taped, len(self.ins)))
 
     @functools.cached_property
     def order(self) -> int:
@@ -111,9 +119,14 @@ class Vjp(Derived):
         return Vjp(self.inner.broadcast(size, ()), self.wrt, self.of)
 
     def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
-        primals, cotangents = inputs[: len(self.inner.ins)], inputs[len(self.inner.ins) :]
-        pullback = _functional_pullback if functional else _pullback
-        results = pullback(self, primals, [_conj(u) for u in cotangents])
+        primals, cotangents = _split(self, inputs)
+        cotangents = [_conj(u) for u in cotangents]
+        tape = _taken(self, inputs) if self.taped and not functional else None
+        if tape is not None:
+            results = _replayed(self, tape, cotangents)
+        else:
+            pullback = _functional_pullback if functional else _pullback
+            results = pullback(self, primals, cotangents)
         return [_conj(r) for r in results]
 
 
@@ -124,6 +137,31 @@ def _load_forward_mode() -> None:
         warnings.simplefilter("ignore", DeprecationWarning)
         with torch.autograd.forward_ad.dual_level():
             torch.autograd.forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+
+
+def _tokens(program: Jvp | Vjp) -> tuple[Spec, ...]:
+    return (TOKEN,) if program.taped else ()
+
+
+def _split(program: Jvp | Vjp, inputs: Tensors) -> tuple[Tensors, Tensors]:
+    """The primals, and the tangents or cotangents."""
+    count = len(program.inner.ins)
+    return inputs[:count], inputs[count + program.taped :]
+
+
+def _taken(program: Jvp | Vjp, inputs: Tensors) -> Tape | None:
+    """The recorded graph that the token names, if it is valid."""
+    primals, token = inputs[: len(program.inner.ins)], inputs[len(program.inner.ins)]
+    if token.device.type != "cpu":  # reading it would wait for the device
+        return None
+    return TAPES.take(program.inner, int(token), primals, program.wrt)
+
+
+def _drop(jvp: Jvp, inputs: Tensors) -> None:
+    """Forward mode has no use for the graph."""
+    tape = _taken(jvp, inputs)
+    if tape is not None:
+        tape.kept.release()
 
 
 def _restricted(
@@ -145,7 +183,7 @@ def _forward_mode(jvp: Jvp, primals: Tensors, tangents: Tensors) -> list[torch.T
 
 def _double_backward(jvp: Jvp, primals: Tensors, tangents: Tensors) -> list[torch.Tensor]:
     nested = _requires_grad([*primals, *tangents])
-    active = [_leaf_of(p) for p in pick(primals, jvp.wrt)]
+    active = [leaf_of(p) for p in pick(primals, jvp.wrt)]
     outputs = _restricted(jvp, primals, functional=False)(*active)
     seeds = [torch.zeros_like(y).requires_grad_() for y in outputs]
     pulled = _grad(outputs, active, seeds, create_graph=True)
@@ -154,9 +192,22 @@ def _double_backward(jvp: Jvp, primals: Tensors, tangents: Tensors) -> list[torc
 
 def _pullback(vjp: Vjp, primals: Tensors, cotangents: Tensors) -> list[torch.Tensor]:
     nested = _requires_grad([*primals, *cotangents])
-    active = [_leaf_of(p) for p in pick(primals, vjp.wrt)]
+    active = [leaf_of(p) for p in pick(primals, vjp.wrt)]
     outputs = _restricted(vjp, primals, functional=False)(*active)
     return _grad(outputs, active, cotangents, create_graph=nested)
+
+
+def _replayed(vjp: Vjp, tape: Tape, cotangents: Tensors) -> list[torch.Tensor]:
+    """The pullback by a recorded graph."""
+    edges = pick(tape.outputs, vjp.of)
+    pairs = [(edge, u) for edge, u in zip(edges, cotangents, strict=True) if edge is not None]
+    inputs = [tape.inputs[i] for i in vjp.wrt]
+    try:
+        with tape.kept.guard:
+            edges, us = zip(*pairs, strict=True) if pairs else ((), ())
+            return gradients(edges, inputs, us, create_graph=False)
+    finally:
+        tape.kept.release()
 
 
 def _functional_pullback(vjp: Vjp, primals: Tensors, cotangents: Tensors) -> list[torch.Tensor]:
@@ -165,7 +216,7 @@ def _functional_pullback(vjp: Vjp, primals: Tensors, cotangents: Tensors) -> lis
     return list(pullback(tuple(cotangents)))
 
 
-def _leaf_of(x: torch.Tensor) -> torch.Tensor:
+def leaf_of(x: torch.Tensor) -> torch.Tensor:
     """A new tensor to differentiate by, behind which outer derivatives still see `x`."""
     return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
 
@@ -179,11 +230,23 @@ def _grad(
 ) -> list[torch.Tensor]:
     """`torch.autograd.grad`, with zeros where nothing depends on an input."""
     pairs = [(y, u) for y, u in zip(outputs, cotangents, strict=True) if y.requires_grad]
-    if not pairs:
+    ys, us = zip(*pairs, strict=True) if pairs else ((), ())
+    return gradients(ys, inputs, us, create_graph)
+
+
+def gradients(
+    outputs: Sequence[Any], inputs: Tensors, cotangents: Tensors, create_graph: bool
+) -> list[torch.Tensor]:
+    """`torch.autograd.grad` of outputs, or edges of a graph, that all require a gradient."""
+    if not outputs:
         return [torch.zeros_like(x) for x in inputs]
-    ys, us = zip(*pairs, strict=True)
     grads = torch.autograd.grad(
-        ys, inputs, us, create_graph=create_graph, allow_unused=True, materialize_grads=True
+        outputs,
+        inputs,
+        cotangents,
+        create_graph=create_graph,
+        allow_unused=True,
+        materialize_grads=True,
     )
     return list(grads)
 

@@ -9,9 +9,11 @@ from typing import Any, Literal, TypeAlias
 
 from .._watch import untouched, Watch
 from .site import Site
+from .tape import Kept
 
 
 VmapMethod: TypeAlias = Literal["torch", "sequential", "broadcast_all", "expand_dims"]
+Residuals: TypeAlias = Literal["tape", "recompute"]
 Lock: TypeAlias = contextlib.AbstractContextManager[Any]
 
 PROCESS_LOCK = threading.RLock()
@@ -54,6 +56,7 @@ class TorchFunction:
         depth: how often it may be differentiated, None for any number of times.
         vmap_method: how a batch of it is computed.
         findings: what is known about it.
+        residuals: whether forwards keep their graph for the backward, or backwards recompute.
         compiled: weakly, its jitted programs.
         randomness: what `torch.func.vmap` makes of random numbers.
     """
@@ -68,6 +71,7 @@ class TorchFunction:
         lock: Lock | None = None,
         depth: int | None = None,
         vmap_method: VmapMethod = "torch",
+        residuals: Residuals = "tape",
         compiled: Compiled | None = None,
     ) -> None:
         self.python = python
@@ -75,6 +79,7 @@ class TorchFunction:
         self.lock = lock
         self.depth = depth
         self.vmap_method: VmapMethod = vmap_method
+        self.residuals: Residuals = residuals
         self.findings = Findings()
         self.compiled = (lambda: None) if compiled is None else weakref.ref(compiled)
 
@@ -93,6 +98,10 @@ class TorchFunction:
     def release(self) -> None:
         """Ends what calls of this thread have left open for their backward."""
         return
+
+    def keep(self) -> Kept:
+        """Keeps what calls of this thread have left open, for a backward in a later call."""
+        return Kept()
 
     def must_loop(self, site: Site, in_axes: Sequence[int | None]) -> bool:
         """Whether a batch with these axes of the inputs has to be computed one by one."""
