@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .._errors import ModuleError
-from .._program import Compiled, Kept, Lock, Site, TorchFunction, VmapMethod
+from .._program import Compiled, Kept, Lock, Residuals, Site, TorchFunction, VmapMethod
 from .._watch import untouched, Watch
 from .blueprint import Blueprint, Skeleton
 from .rng import SEEDING
@@ -39,6 +39,7 @@ class ModuleFunction(TorchFunction):
         lock: Lock | None,
         depth: int | None,
         vmap_method: VmapMethod,
+        residuals: Residuals,
         compiled: Compiled,
     ) -> None:
         super().__init__(
@@ -47,6 +48,7 @@ class ModuleFunction(TorchFunction):
             lock=lock,
             depth=depth,
             vmap_method=vmap_method,
+            residuals=residuals,
             compiled=compiled,
         )
         self.blueprint = blueprint
@@ -56,7 +58,8 @@ class ModuleFunction(TorchFunction):
         self._held = _Held()
 
     def _key(self) -> Hashable:
-        return self.blueprint, self.method, self.lock, self.depth, self.vmap_method
+        own = self.blueprint, self.method, self.lock
+        return own, self.depth, self.vmap_method, self.residuals
 
     def __eq__(self, other: object) -> bool:
         if self is other:

@@ -87,7 +87,7 @@ class Vjp(Derived):
     """The cotangents of the inputs `wrt` of `inner`.
 
     Takes the primals, a token if `taped`, and a cotangent for each output in `of`; gives one for
-    each input in `wrt`. With a token the graph that `Record` has kept is used, if it is still valid.
+    each input in `wrt`. With a token, the graph that `Record` has kept is used if it is valid.
     """
 
     inner: Program
