@@ -18,7 +18,7 @@ from ._call import call
 from ._dtypes import canonical_dtype, dtype_j2t
 from ._errors import DtypeError, InputError
 from ._probe import Outputs
-from ._program import Leaf, Site, Spec, Static, TorchFunction
+from ._program import argument_name, Leaf, Site, Spec, Static, TorchFunction
 from ._sharding import local_spec, out_spec_list, Plan, plan, shard_map
 from ._trees import flatten, leaf_paths
 
@@ -57,8 +57,8 @@ class Arguments:
             if isinstance(leaf, torch.Tensor | jax.ShapeDtypeStruct):
                 kind = type(leaf).__name__
                 raise InputError(
-                    f"`{self._name}` takes JAX arrays, but got a {kind} at {path}. Convert it by "
-                    "`eqx_torch.t2j(x)`, or call the torch function itself."
+                    f"`{self._name}` takes JAX arrays, but got a {kind} as "
+                    f"{argument_name(path)}. Convert it by `eqx_torch.t2j(x)`, or call the torch function itself."
                 )
 
 
@@ -137,7 +137,10 @@ def _sharded(leaf: Leaf, split: Plan, out_specs: Any, arrays: Sequence[Any]) -> 
 
 
 def _as_jax(x: Any) -> Any:
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+    if isinstance(x, jax.Array):
+        return x
+    dtype_j2t(x.dtype)
+    return jnp.asarray(x)
 
 
 def _checked_spec(x: Any) -> Spec:

@@ -15,4 +15,4 @@ from .leaf import (
     not_a_tensor as not_a_tensor,
     write_error as write_error,
 )
-from .site import Site as Site, Static as Static
+from .site import argument_name as argument_name, Site as Site, Static as Static

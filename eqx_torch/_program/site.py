@@ -62,7 +62,7 @@ class Site:
     def paths(self) -> list[str]:
         """Where each array stands in the call."""
         pairs = zip(leaf_paths(self.structure), self.statics, strict=True)
-        return [_argument(path) for path, static in pairs if static is None]
+        return [argument_name(path) for path, static in pairs if static is None]
 
     @functools.cached_property
     def _positional(self) -> bool:
@@ -70,8 +70,11 @@ class Site:
         return self.structure == plain and not any(self.statics)
 
 
-def _argument(path: str) -> str:
-    """`[0][1]['a']` is the second positional argument's entry 'a'."""
+def argument_name(path: str) -> str:
+    """What messages call the leaf of `(args, kwargs)` at this path.
+
+    `[0][1]['a']` is the second positional argument's entry 'a'.
+    """
     if path.startswith("[0]"):
         index, _, rest = path[4:].partition("]")
         return f"argument {index}{rest}"
