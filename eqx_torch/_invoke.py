@@ -57,8 +57,8 @@ class Arguments:
             if isinstance(leaf, torch.Tensor | jax.ShapeDtypeStruct):
                 kind = type(leaf).__name__
                 raise InputError(
-                    f"`{self._name}` takes JAX arrays, but got a {kind} as "
-                    f"{argument_name(path)}. Convert it by `eqx_torch.t2j(x)`, or call the torch function itself."
+                    f"`{self._name}` takes JAX arrays, but got a {kind} as {argument_name(path)}. "
+                    "Convert it by `eqx_torch.t2j(x)`, or call the torch function itself."
                 )
 
 

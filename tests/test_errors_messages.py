@@ -373,7 +373,7 @@ def test_the_deprecated_name_of_out_specs():
     message = "`output_sharding_spec` is deprecated; its name is now `out_specs`."
     mesh = explicit_mesh(4)
     with jax.set_mesh(mesh):
-        with pytest.warns(DeprecationWarning) as warned:
+        with pytest.warns(DeprecationWarning, match="out_specs") as warned:
             f = torch2jax(torch.sin, output_sharding_spec=P("x"))
         assert_trees_equal(f(put(X, mesh, "x")), jnp.sin(X))
     assert [str(w.message) for w in warned] == [message]
