@@ -33,6 +33,14 @@ class Ambient:
         device = torch.get_default_device() if torch_function_modes() else None
         return Ambient(_autocast(), torch.get_default_dtype(), device)
 
+    @staticmethod
+    def neutral() -> contextlib.AbstractContextManager[Any]:
+        """A context in which nothing is set but the process's default dtype.
+
+        XLA may run torch in the user's thread, whose settings are those of the moment.
+        """
+        return Ambient((None,) * len(_AUTOCAST_DEVICES), torch.get_default_dtype(), None).in_force()
+
     def in_force(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which these settings hold, whichever thread enters it."""
         if (

@@ -25,6 +25,9 @@ from torch._C import (
     # The number of active function modes (`torch.set_default_device` is one) is read on every
     # call; the public `torch.get_default_device` costs 3 us, this 0.05 us.
     _len_torch_function_stack as torch_function_modes,
+    # `torch.no_grad` and its kin all call the first; no public name switches forward mode off.
+    _set_fwd_grad_enabled as set_forward_grad_enabled,
+    _set_grad_enabled as set_grad_enabled,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
@@ -36,7 +39,14 @@ from torch.utils._python_dispatch import (
 )
 
 
-__all__ = ["FakeTensorMode", "TorchDispatchMode", "torch_function_modes", "without_modes"]
+__all__ = [
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "set_forward_grad_enabled",
+    "set_grad_enabled",
+    "torch_function_modes",
+    "without_modes",
+]
 
 _Class = TypeVar("_Class", bound=type)
 

@@ -166,7 +166,10 @@ def _sharded(
 
 
 def _as_jax(x: Any) -> Any:
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+    if isinstance(x, jax.Array):
+        return x
+    dtype_j2t(x.dtype)
+    return jnp.asarray(x)
 
 
 def _checked_spec(x: Any) -> Spec:

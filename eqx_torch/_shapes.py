@@ -70,11 +70,11 @@ class Inference:
     def __init__(self, function: TorchFunction, declaration: Declaration) -> None:
         self._function = function
         self._declaration = declaration
-        self._known: dict[tuple[Site, tuple[Spec, ...]], Outputs] = {}
+        self._known: dict[Any, Outputs] = {}
 
     def __call__(self, site: Site, in_specs: tuple[Spec, ...]) -> Outputs:
         """The outputs of a call with inputs of these specs."""
-        key = site, in_specs
+        key = site, in_specs, canonical_dtype("int64")
         outputs = self._known.get(key)
         if outputs is None:
             outputs = self._known.setdefault(key, self._infer(site, in_specs))

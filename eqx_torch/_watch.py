@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ._compat import TorchDispatchMode, without_modes
 
@@ -27,6 +28,15 @@ _SILENT_WRITERS = frozenset(
 _PROBABILITIES = ("p", "dropout_p", "dropout")
 _TRAINING_FLAGS = ("train", "training")
 _STATISTICS = ("running_mean", "running_var")
+
+_EXPOSING = (
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.data_ptr,
+    torch.Tensor.storage,
+    torch.Tensor.untyped_storage,
+)
 
 _Cached = type(functools.lru_cache(lambda: None))
 _OPAQUE = (type, types.ModuleType, str, int, float, complex, bytes)
@@ -63,8 +73,9 @@ class Watch(TorchDispatchMode):
 
     def undo(self) -> None:
         """Puts back the contents of all memory that was written to."""
-        for storage, before in self._before:
-            storage.copy_(before)
+        with without_modes():
+            for storage, before in self._before:
+                storage.copy_(before)
 
     def _note(self, tensor: torch.Tensor) -> None:
         key = _storage_key(tensor)
@@ -75,6 +86,25 @@ class Watch(TorchDispatchMode):
         if storage.device.type != "meta":
             with without_modes():
                 self._before.append((storage, storage.clone()))
+
+
+class Exposure(TorchFunctionMode):
+    """Sees which tensors give away their memory, where writes to it cannot be seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._keys: set[int] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _EXPOSING:
+            self._keys.add(_storage_key(args[0]))
+        return func(*args, **(kwargs or {}))
+
+    def exposed(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of this tensor may have been written to from outside of torch."""
+        return _storage_key(tensor) in self._keys
 
 
 @contextlib.contextmanager

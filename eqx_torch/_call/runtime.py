@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from .._ambient import Ambient
 from .._program import Program, write_error
 from .streams import on_stream
 
@@ -26,7 +27,7 @@ def callback(program: Program, platform: str) -> Callable[..., tuple[()]]:
     stream = contextlib.nullcontext if platform == "cpu" else on_stream
 
     def run(context: Any, *buffers: Any) -> tuple[()]:
-        with stream(context), lock:
+        with Ambient.neutral(), stream(context), lock:
             tensors = [from_dlpack(b.__dlpack__()) for b in buffers]
             _evaluate(program, tensors[:count], tensors[count:])
         return ()

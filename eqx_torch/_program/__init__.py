@@ -17,5 +17,5 @@ from .leaf import (
     write_error as write_error,
 )
 from .record import Record as Record
-from .site import Site as Site, Static as Static
+from .site import argument_name as argument_name, Site as Site, Static as Static
 from .tape import Kept as Kept, TAPES as TAPES

@@ -56,7 +56,7 @@ class Vmap(Derived):
 
     def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
         if self.size == 0:
-            return [torch.zeros(s.shape, dtype=dtype_j2t(s.dtype)) for s in self.outs]
+            return [inputs[0].new_zeros(s.shape, dtype=dtype_j2t(s.dtype)) for s in self.outs]
         findings = self.leaf.function.findings
         if functional:
             return self._batched(inputs)

@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-from .._compat import cached_weakly
+from .._compat import cached_weakly, set_forward_grad_enabled, set_grad_enabled
 from .base import Derived, Indices, pick, Program, replaced, Spec, Tensors, TOKEN
 from .tape import Tape, TAPES
 
@@ -178,7 +179,19 @@ def _restricted(
 
 def _forward_mode(jvp: Jvp, primals: Tensors, tangents: Tensors) -> list[torch.Tensor]:
     restricted = _restricted(jvp, primals, functional=True)
-    return list(torch.func.jvp(restricted, pick(primals, jvp.wrt), tuple(tangents))[1])
+    with _NoGradStopsTangents():
+        return list(torch.func.jvp(restricted, pick(primals, jvp.wrt), tuple(tangents))[1])
+
+
+class _NoGradStopsTangents(TorchFunctionMode):
+    """What is computed under `torch.no_grad` is constant, in forward mode as in reverse mode."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is set_grad_enabled:
+            set_forward_grad_enabled(*args)
+        return func(*args, **(kwargs or {}))
 
 
 def _double_backward(jvp: Jvp, primals: Tensors, tangents: Tensors) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from .._watch import untouched, Watch
-from .site import Site
+from .site import argument_name, Site
 from .tape import Kept
 
 
@@ -110,8 +110,7 @@ class TorchFunction:
 
     def label(self, path: str) -> str:
         """How messages call the argument at a path: `[0][1]['a']` is in the second positional."""
-        index, _, rest = path[4:].partition("]")
-        return f"argument {index}{rest}"
+        return argument_name(path)
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, functional: bool) -> Any:
         """Runs the function; `functional` says whether a transformation of torch.func is active."""

@@ -68,3 +68,15 @@ class Site:
     def _positional(self) -> bool:
         _, plain = flatten(((0,) * len(self.statics), {}))
         return self.structure == plain and not any(self.statics)
+
+
+def argument_name(path: str) -> str:
+    """What messages call the leaf of `(args, kwargs)` at this path.
+
+    `[0][1]['a']` is the second positional argument's entry 'a'.
+    """
+    if path.startswith("[0]"):
+        index, _, rest = path[4:].partition("]")
+        return f"argument {index}{rest}"
+    name, _, rest = path[4:].partition("]")
+    return f"argument {name}{rest}"
