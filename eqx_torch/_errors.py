@@ -39,3 +39,7 @@ class DepthError(EqxTorchError, TypeError):
 
 class ModuleError(EqxTorchError, TypeError):
     """A torch module that cannot be converted."""
+
+
+class AnnotationError(EqxTorchError, TypeError):
+    """An annotation that cannot be used; raised when a function or module is wrapped."""

@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 
+from ._annotations import read_signature, unchecked
 from ._errors import InputError
 from ._examples import Examples
 from ._invoke import Arguments, invoke
 from ._program import Compiled, Lock, PROCESS_LOCK, TorchFunction, VmapMethod
-from ._shapes import Inference, OutputShapes
+from ._shapes import Declaration, Inference, OutputShapes
 from ._trees import flatten
 
 
@@ -30,6 +31,7 @@ def torch2jax(
     nondiff_argnums: int | Sequence[int] | None = None,
     nondiff_mask: Any = None,
     vmap_method: VmapMethod = "torch",
+    signature: Callable[..., Any] | None = None,
     output_sharding_spec: Any = None,
 ) -> Callable[..., Any]:
     """Makes a JAX function of a torch function.
@@ -52,8 +54,9 @@ def torch2jax(
         labels). Calls may have other shapes.
     - `output_shapes`: the outputs of `fn`: a tree of `jax.ShapeDtypeStruct`, tensors, arrays or
         `Size`, or a function that gives one for the arguments as `jax.ShapeDtypeStruct`. Shapes
-        are global. If None, `fn` is run once for each new combination of shapes, on tensors
-        without memory. If examples are given too, it holds for calls with their shapes.
+        are global. If None, jaxtyping annotations of `fn` say it, or else `fn` is run once for
+        each new combination of shapes, on tensors without memory. If examples are given too, it
+        holds for calls with their shapes.
     - `out_specs`: for inputs that are sharded over explicit mesh axes: how the outputs are, a
         `jax.sharding.PartitionSpec` or a prefix tree of them. `fn` is then called on each shard.
     - `lock`: True to hold one process-wide lock while `fn` or a derivative of it runs (devices
@@ -64,6 +67,8 @@ def torch2jax(
         those that derivatives leave out.
     - `vmap_method`: how `jax.vmap` calls `fn`. `"torch"`: one call under `torch.func.vmap`, or a
         loop where that fails. `"sequential"`, `"broadcast_all"`, `"expand_dims"` as in `jax.ffi`.
+    - `signature`: an annotated function (a stub will do) whose jaxtyping annotations to use in
+        place of those of `fn`.
     - `output_sharding_spec`: the deprecated name of `out_specs`.
 
     **Returns:**
@@ -96,19 +101,19 @@ def torch2jax(
             f"{type(fn).__name__}."
         )
     check_options(depth, vmap_method)
+    annotated = read_signature(signature or fn, result=output_shapes is None)
     compiled = Compiled()
     function = TorchFunction(
-        fn,
+        unchecked(fn),
         name=function_name(fn),
         lock=lock_of(lock),
         depth=depth,
         vmap_method=vmap_method,
         compiled=compiled,
     )
-    has_examples = bool(example_args) or example_kw is not None
-    examples = Examples(function.name, example_args, example_kw or {}) if has_examples else None
     examples = Examples.of(function.name, example_args, example_kw)
-    infer = Inference(function, output_shapes, examples and examples.specs)
+    declaration = Declaration(output_shapes, annotated, examples and examples.specs)
+    infer = Inference(function, declaration)
     nondiff = _NonDiff(function.name, nondiff_argnums, nondiff_mask)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -124,7 +129,7 @@ def torch2jax(
 
     if examples is not None:
         examples.infer(infer)
-    functools.update_wrapper(wrapped, fn)
+    functools.update_wrapper(wrapped, fn, updated=())
     wrapped.__dict__["_compiled"] = compiled
     return wrapped
 

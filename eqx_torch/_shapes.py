@@ -4,13 +4,14 @@ Shapes are those of the whole (global) arrays. Each combination of call site and
 inferred once per function.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 import torch
 
+from ._annotations import Signature
 from ._dtypes import canonical_dtype, is_inexact
 from ._errors import ShapeError
 from ._probe import Outputs, probe
@@ -21,24 +22,54 @@ from ._trees import flatten
 OutputShapes: TypeAlias = Any
 
 
-class Inference:
-    """Output structures of one function. Invariant: an entry is what inference would give again.
+class Declaration:
+    """What the user says about the arguments and the results of a function.
 
     Args:
-        function: the function.
-        output_shapes: what the user declared, or None.
-        declared_for: the input specs that a declaration is for, None if for all.
+        output_shapes: the argument of that name, or None.
+        signature: the jaxtyping annotations, or None.
+        declared_for: the input specs that `output_shapes` is for, None if for all.
     """
 
     def __init__(
         self,
-        function: TorchFunction,
         output_shapes: OutputShapes,
+        signature: Signature | None,
         declared_for: tuple[Spec, ...] | None = None,
     ) -> None:
-        self._function = function
         self._output_shapes = output_shapes
+        self._signature = signature
         self._declared_for = declared_for
+
+    def outputs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], in_specs: tuple[Spec, ...]
+    ) -> tuple[Any, str] | None:
+        """Checks one call, and says what it returns, if that is declared.
+
+        Args:
+            args, kwargs: the arguments with `jax.ShapeDtypeStruct` for arrays.
+            in_specs: the arrays among them.
+
+        Returns:
+            A tree of shapes, and who declares it.
+        """
+        bindings = self._signature and self._signature.bind(tuple(args), kwargs)
+        if self._output_shapes is not None and self._declared_for in (None, in_specs):
+            shapes = self._output_shapes
+            if callable(shapes) and not hasattr(shapes, "shape"):
+                shapes = shapes(*args, **kwargs)
+            return _close_shapes(shapes), "output_shapes"
+        if self._signature and bindings and self._signature.determines_output:
+            return self._signature.output(bindings), "its annotation"
+        return None
+
+
+class Inference:
+    """Output structures of one function. Invariant: an entry is what inference would give again."""
+
+    def __init__(self, function: TorchFunction, declaration: Declaration) -> None:
+        self._function = function
+        self._declaration = declaration
         self._known: dict[tuple[Site, tuple[Spec, ...]], Outputs] = {}
 
     def __call__(self, site: Site, in_specs: tuple[Spec, ...]) -> Outputs:
@@ -50,34 +81,30 @@ class Inference:
         return outputs
 
     def _infer(self, site: Site, in_specs: tuple[Spec, ...]) -> Outputs:
-        if self._output_shapes is None or self._declared_for not in (None, in_specs):
+        args, kwargs = site.arguments([jax.ShapeDtypeStruct(*s) for s in in_specs])
+        declared = self._declaration.outputs(args, kwargs, in_specs)
+        if declared is None:
             return probe(self._function, site, in_specs)
-        declared = self._output_shapes
-        if _is_shape_function(declared):
-            args, kwargs = site.arguments([jax.ShapeDtypeStruct(*s) for s in in_specs])
-            declared = declared(*args, **kwargs)
-        return _declared(self._function.name, declared, in_specs)
+        return _declared(self._function.name, *declared, in_specs)
 
 
-def _declared(name: str, declared: OutputShapes, in_specs: Sequence[Spec]) -> Outputs:
-    """The outputs that `output_shapes=` declares."""
-    closed, rebuild = _close_shapes(declared)
-    leaves, structure = flatten(closed)
-    specs = tuple(_declared_spec(name, rebuild(leaf), in_specs) for leaf in leaves)
-    return Outputs(specs, structure, "output_shapes")
-
-
-def _close_shapes(declared: OutputShapes) -> tuple[OutputShapes, Callable[[Any], Any]]:
-    """The declaration with each shape that is written as a plain sequence as a leaf."""
-    closed = jax.tree.map(
-        lambda x: _Shape(tuple(x)) if _is_shape(x) else x, declared, is_leaf=_is_shape
-    )
-    return closed, lambda leaf: leaf.dims if isinstance(leaf, _Shape) else leaf
+def _declared(name: str, declared: Any, source: str, in_specs: Sequence[Spec]) -> Outputs:
+    """The outputs that a declaration describes."""
+    leaves, structure = flatten(declared)
+    specs = tuple(_declared_spec(name, leaf, in_specs) for leaf in leaves)
+    return Outputs(specs, structure, source)
 
 
 class _Shape:
-    def __init__(self, dims: tuple[int, ...]) -> None:
-        self.dims = dims
+    """A shape that was written as a plain sequence. A leaf, where the sequence is a node."""
+
+    def __init__(self, dims: Sequence[Any]) -> None:
+        self.dims = tuple(map(int, dims))
+
+
+def _close_shapes(shapes: OutputShapes) -> OutputShapes:
+    """The tree with each shape that is written as a plain sequence as a leaf."""
+    return jax.tree.map(lambda x: _Shape(x) if _is_shape(x) else x, shapes, is_leaf=_is_shape)
 
 
 def _is_shape(x: Any) -> bool:
@@ -86,13 +113,9 @@ def _is_shape(x: Any) -> bool:
     return type(x) in (tuple, list) and all(isinstance(d, int | np.integer) for d in x)
 
 
-def _is_shape_function(declared: OutputShapes) -> bool:
-    return callable(declared) and not hasattr(declared, "shape")
-
-
 def _declared_spec(name: str, leaf: Any, in_specs: Sequence[Spec]) -> Spec:
-    if isinstance(leaf, tuple):
-        return Spec(tuple(map(int, leaf)), _float_dtype(name, in_specs))
+    if isinstance(leaf, _Shape):
+        return Spec(leaf.dims, _float_dtype(name, in_specs))
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return Spec(tuple(map(int, leaf.shape)), canonical_dtype(leaf.dtype))
     raise ShapeError(

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from .._annotations import strip_checkers
 from .._dtypes import canonical_dtype, dtype_j2t, is_inexact
 from .._errors import ModuleError
 from .fingerprint import fingerprint
@@ -113,6 +114,7 @@ class Skeleton:
         memo: dict[int, Any] = {id(p): p for p in placeholders}
         memo |= {id(old): new for old, new in zip(blueprint.constants, self.constants, strict=True)}
         self.module: torch.nn.Module = copy.deepcopy(blueprint.module, memo)
+        strip_checkers(self.module)
         slots = _slots(self.module, placeholders)
         self._parameter_slots = [slots[id(p)] for p in blueprint.parameters]
         self._state_slots = [slots[id(p)] for p in blueprint.state]

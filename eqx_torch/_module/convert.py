@@ -1,7 +1,7 @@
 """`from_torch`: a torch module as an Equinox module."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -36,6 +36,7 @@ def from_torch(
     lock: bool | Lock = False,
     depth: int | None = None,
     vmap_method: VmapMethod = "torch",
+    signature: Callable[..., Any] | None = None,
 ) -> TorchModule:
     """Makes an Equinox module of a torch module.
 
@@ -51,9 +52,9 @@ def from_torch(
         JAX arrays or `jax.ShapeDtypeStruct`. They fix the structure of the arguments, move errors
         to the time of conversion, give 64-bit dtypes back to arguments that JAX holds in 32 bits,
         and find out which buffers the forward changes, by one run on tensors without memory.
-    - `output_shapes`, `out_specs`, `lock`, `depth`, `vmap_method`: as in `torch2jax`. With
-        `out_specs`, the shards of a call draw different random numbers, and changed buffers are
-        averaged over the shards (integers: the maximum).
+    - `output_shapes`, `out_specs`, `lock`, `depth`, `vmap_method`, `signature`: as in
+        `torch2jax`. With `out_specs`, the shards of a call draw different random numbers, and
+        changed buffers are averaged over the shards (integers: the maximum).
     - `state`: the names of the buffers that the forward changes. If None they are found out by
         the examples, and without examples are those of torch's normalisation layers.
     - `method`: the method to call.
@@ -73,7 +74,8 @@ def from_torch(
         >>> model(jnp.ones((5, 3))).shape
         (5, 2)
     """
-    options = Options(method, output_shapes, out_specs, lock_of(lock), depth, vmap_method)
+    held = lock_of(lock)
+    options = Options(method, output_shapes, out_specs, held, depth, vmap_method, signature)
     if isinstance(module, TorchModule):
         return _with_options(module, options, example_args, example_kw)
     check_convertible(module)

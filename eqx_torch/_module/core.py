@@ -3,18 +3,20 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Hashable, Sequence
+import types
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 import torch
 from jax.sharding import PartitionSpec
 
+from .._annotations import read_signature
 from .._dtypes import canonical_dtype, dtype_t2j
 from .._examples import Examples
 from .._invoke import Arguments, Restored
 from .._program import Compiled, Lock, Site, Spec, VmapMethod
-from .._shapes import Inference, OutputShapes
+from .._shapes import Declaration, Inference, OutputShapes
 from .blueprint import Blueprint
 from .function import ModuleFunction
 from .layers import drawing_layers
@@ -30,6 +32,7 @@ class Options:
     lock: Lock | None = None
     depth: int | None = None
     vmap_method: VmapMethod = "torch"
+    signature: Callable[..., Any] | None = None
 
     def key(self) -> Hashable:
         """Equal for equal options."""
@@ -42,6 +45,7 @@ class Options:
             self.lock,
             self.depth,
             self.vmap_method,
+            self.signature,
         )
 
 
@@ -78,8 +82,7 @@ class Core:
             vmap_method=options.vmap_method,
             compiled=self._compiled,
         )
-        declared = None if options.output_shapes is None else self._declared
-        self.infer = Inference(self.function, declared, self._declared_for())
+        self.infer = Inference(self.function, _ModuleDeclaration(blueprint, options, examples))
 
     @functools.cached_property
     def arguments(self) -> frozenset[str]:
@@ -105,19 +108,6 @@ class Core:
         flags = self.blueprint.training_flags(inference)
         return drawing_layers(self.blueprint.module, flags) or None
 
-    def _declared(self, parameters: Any, state: Any, seed: Any, mode: Any, *args: Any, **kw: Any):
-        del parameters, seed, mode
-        shapes = self.options.output_shapes
-        if callable(shapes) and not hasattr(shapes, "shape"):
-            shapes = shapes(*args, **kw)
-        return shapes, state
-
-    def _declared_for(self) -> tuple[Spec, ...] | None:
-        if self.examples is None:
-            return None
-        own = [*self.blueprint.parameters, *self.blueprint.state]
-        return (*(_spec(t) for t in own), *self.examples.specs)
-
     def _key(self) -> Hashable:
         return (
             self.blueprint,
@@ -138,6 +128,36 @@ class Core:
         return self.name
 
 
+class _ModuleDeclaration(Declaration):
+    """What is declared of a method, for the function with parameters and state in front."""
+
+    def __init__(self, blueprint: Blueprint, options: Options, examples: Examples | None) -> None:
+        signature = read_signature(
+            _annotated(blueprint.module, options), result=options.output_shapes is None
+        )
+        super().__init__(options.output_shapes, signature, examples and examples.specs)
+        self._own = len(blueprint.parameters) + len(blueprint.state)
+
+    def outputs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], in_specs: tuple[Spec, ...]
+    ) -> tuple[Any, str] | None:
+        _, state, _, _, *rest = args
+        declared = super().outputs(rest, kwargs, in_specs[self._own :])
+        if declared is None:
+            return None
+        shapes, source = declared
+        return (shapes, state), source
+
+
+def _annotated(module: torch.nn.Module, options: Options) -> Callable[..., Any]:
+    """The method, or the stub that stands for it; a stub may have `self` or not."""
+    stub = options.signature
+    if stub is None:
+        return getattr(module, options.method)
+    takes_self = next(iter(inspect.signature(stub).parameters), None) == "self"
+    return types.MethodType(stub, module) if takes_self else stub
+
+
 def argument_names(module: torch.nn.Module, method: str) -> frozenset[str]:
     """The names of a method's arguments."""
     try:
@@ -149,10 +169,6 @@ def argument_names(module: torch.nn.Module, method: str) -> frozenset[str]:
 def _restored_state(dtype: torch.dtype) -> torch.dtype | None:
     narrowed = canonical_dtype(dtype) != dtype_t2j(dtype)
     return dtype if narrowed and not dtype.is_floating_point and not dtype.is_complex else None
-
-
-def _spec(tensor: torch.Tensor) -> Spec:
-    return Spec(tuple(tensor.shape), canonical_dtype(tensor.dtype))
 
 
 def _by_value(leaf: Any) -> Hashable:

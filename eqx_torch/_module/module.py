@@ -222,17 +222,20 @@ def _missing_state(core: Core, changing: list[str]) -> str:
     )
     if not changing:
         return f"`{core.name}` has buffers that live in a state, but was called without. {remedy}"
-    shown = ", ".join(changing[:3]) + (", ..." if len(changing) > 3 else "")
     return (
-        f"the forward of `{core.name}` changes its buffers {shown}, but was called without "
-        f"`state=`. {remedy} To use the values they have, "
+        f"the forward of `{core.name}` changes its buffers {_first(changing)}, but was "
+        f"called without `state=`. {remedy} To use the values they have, "
         "`model = eqx.nn.inference_mode(model)`."
     )
 
 
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def _missing_key(core: Core, layers: Sequence[str]) -> str:
     return (
-        f"the forward of `{core.name}` draws random numbers in {', '.join(layers)}, but was "
-        "called without `key=`. Pass `key=jax.random.key(0)` (split it for each call), or "
+        f"the forward of `{core.name}` draws random numbers in {_first(layers)}, but was called "
+        "without `key=`. Pass `key=jax.random.key(0)` (split it for each call), or "
         "`model = eqx.nn.inference_mode(model)` if this is not training."
     )
