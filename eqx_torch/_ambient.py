@@ -17,6 +17,7 @@ from ._compat import torch_function_modes
 
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
+_NO_AUTOCAST = (None, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,9 @@ def _autocast_dtype(kind: str) -> torch.dtype | None:
 
 
 def _autocast() -> tuple[torch.dtype | None, ...]:
+    # Every call asks, and almost always it is off.
+    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+        return _NO_AUTOCAST
     return tuple(map(_autocast_dtype, _AUTOCAST_DEVICES))
 
 
