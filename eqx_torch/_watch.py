@@ -23,6 +23,8 @@ _SILENT_WRITERS = frozenset(
     ["aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"]
 )
 _STATISTICS = ("running_mean", "running_var")
+# Operators that may draw random numbers do not where one of these arguments is zero or False.
+_SWITCHES = frozenset(["dropout", "dropout_p", "train", "training"])
 
 
 class Watch(TorchDispatchMode):
@@ -46,7 +48,7 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         for tensor in _written_by(func, args, kwargs):
             self._note(tensor)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             self.random.append(self.place)
         return func(*args, **kwargs)
 
@@ -148,10 +150,23 @@ def _captured(function: Callable[..., Any]) -> list[Any]:
     return [v for v in values if not isinstance(v, type | types.ModuleType | torch.Tensor)]
 
 
+def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    return not any(
+        argument.name in _SWITCHES and isinstance(value, bool | int | float) and not value
+        for argument, value in _bound(func, args, kwargs)
+    )
+
+
+def _bound(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Each argument of an operator with its value."""
+    for i, argument in enumerate(func._schema.arguments):
+        default = argument.default_value
+        yield argument, args[i] if i < len(args) else kwargs.get(argument.name, default)
+
+
 def _written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     silent = func.name() in _SILENT_WRITERS
-    for i, argument in enumerate(func._schema.arguments):
-        value = kwargs.get(argument.name) if i >= len(args) else args[i]
+    for argument, value in _bound(func, args, kwargs):
         alias = argument.alias_info
         writes = alias is not None and alias.is_write
         if silent and argument.name in _STATISTICS:
