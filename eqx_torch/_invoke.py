@@ -142,7 +142,7 @@ def invoke(
         results = call(leaf, *arrays)
     else:
         results = _sharded(leaf, split, out_specs, per_shard or PerShard(), arrays)
-    return outputs.structure.unflatten(results)
+    return outputs.structure.in_jax(results)
 
 
 def _sharded(

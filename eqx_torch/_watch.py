@@ -24,10 +24,9 @@ from ._compat import TorchDispatchMode, without_modes
 _SILENT_WRITERS = frozenset(
     ["aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"]
 )
-# Operators such as attention take a dropout probability, and draw nothing where it is zero.
-_PROBABILITIES = ("p", "dropout_p", "dropout")
-_TRAINING_FLAGS = ("train", "training")
 _STATISTICS = ("running_mean", "running_var")
+# Operators that may draw random numbers do not where one of these arguments is zero or False.
+_SWITCHES = frozenset(["dropout", "dropout_p", "train", "training"])
 
 _EXPOSING = (
     torch.Tensor.numpy,
@@ -215,10 +214,23 @@ def _empty_if_used(cached: Any, before: Any) -> None:
         cached.cache_clear()
 
 
+def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    return not any(
+        argument.name in _SWITCHES and isinstance(value, bool | int | float) and not value
+        for argument, value in _bound(func, args, kwargs)
+    )
+
+
+def _bound(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Each argument of an operator with its value."""
+    for i, argument in enumerate(func._schema.arguments):
+        default = argument.default_value
+        yield argument, args[i] if i < len(args) else kwargs.get(argument.name, default)
+
+
 def _written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     silent = func.name() in _SILENT_WRITERS
-    for i, argument in enumerate(func._schema.arguments):
-        value = kwargs.get(argument.name) if i >= len(args) else args[i]
+    for argument, value in _bound(func, args, kwargs):
         alias = argument.alias_info
         writes = alias is not None and alias.is_write
         if silent and argument.name in _STATISTICS:
@@ -227,16 +239,6 @@ def _written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.
             continue
         values = value if isinstance(value, list | tuple) else [value]
         yield from (v for v in values if isinstance(v, torch.Tensor))
-
-
-def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operator that can draw random numbers does so with these arguments."""
-    names = [a.name for a in func._schema.arguments]
-    # The dispatcher leaves out arguments that have their default.
-    named = {a.name: a.default_value for a in func._schema.arguments}
-    named |= dict(zip(names, args, strict=False)) | kwargs
-    off = any(named.get(name) == 0 for name in _PROBABILITIES)
-    return not off and not any(named.get(name) is False for name in _TRAINING_FLAGS)
 
 
 def _storage_key(tensor: torch.Tensor) -> int:

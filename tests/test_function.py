@@ -310,8 +310,8 @@ def test_the_second_call_runs_no_python(getkey):
 def test_one_compilation_for_each_shape_outside_of_jit(getkey):
     f = torch2jax(torch.sin)
     x = random_array(getkey, (3,))
-    loss = lambda x: f(x).sum()  # noqa: E731
-    jax.grad(loss)(x)
+    grad = jax.grad(lambda x: f(x).sum())
+    jax.block_until_ready((f(x), grad(x)))
     with jax.no_tracing():
         jax.block_until_ready([f(x) for _ in range(3)])
 

@@ -43,7 +43,7 @@ class ModuleFunction(TorchFunction):
         compiled: Compiled,
     ) -> None:
         super().__init__(
-            getattr(type(blueprint.module), method),
+            getattr(blueprint.module, method),
             name=name,
             lock=lock,
             depth=depth,
@@ -184,7 +184,10 @@ class _LayerNames:
     def __init__(self, module: torch.nn.Module, watch: Watch) -> None:
         self._watch = watch
         self._outer: list[str] = []
+        watch.place = type(module).__name__
         for name, layer in module.named_modules():
+            if isinstance(layer, torch.jit.ScriptModule):  # takes no hooks
+                continue
             layer.register_forward_pre_hook(self._entering(name or type(layer).__name__))
             layer.register_forward_hook(self._leaving)
 

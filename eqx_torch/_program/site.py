@@ -8,30 +8,7 @@ from typing import Any
 import torch
 
 from .._ambient import Ambient
-from .._trees import flatten, leaf_paths, Structure
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Static:
-    """A Python value among the arguments; equal only to one of the same type."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Static) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @functools.cached_property
-    def _key(self) -> tuple[type, Any]:
-        try:
-            hash(self.value)
-        except TypeError:
-            return type(self.value), id(self.value)
-        # repr tells 0.0 from -0.0, which compare equal.
-        value = repr(self.value) if isinstance(self.value, float | complex) else self.value
-        return type(self.value), value
+from .._trees import flatten, leaf_paths, Static, Structure
 
 
 @dataclasses.dataclass(frozen=True)
