@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ._annotations import read_signature, unchecked
+from ._annotations import read_signature_for, unchecked
 from ._errors import InputError
 from ._examples import Examples
 from ._invoke import Arguments, invoke
@@ -68,7 +68,8 @@ def torch2jax(
     - `vmap_method`: how `jax.vmap` calls `fn`. `"torch"`: one call under `torch.func.vmap`, or a
         loop where that fails. `"sequential"`, `"broadcast_all"`, `"expand_dims"` as in `jax.ffi`.
     - `signature`: an annotated function (a stub will do) whose jaxtyping annotations to use in
-        place of those of `fn`.
+        place of those of `fn`. If its first argument is named `self`, that is the module or
+        object whose method `fn` is.
     - `output_sharding_spec`: the deprecated name of `out_specs`.
 
     **Returns:**
@@ -101,7 +102,7 @@ def torch2jax(
             f"{type(fn).__name__}."
         )
     check_options(depth, vmap_method)
-    annotated = read_signature(signature or fn, result=output_shapes is None)
+    annotated = read_signature_for(fn, signature, result=output_shapes is None)
     compiled = Compiled()
     function = TorchFunction(
         unchecked(fn),
@@ -111,8 +112,6 @@ def torch2jax(
         vmap_method=vmap_method,
         compiled=compiled,
     )
-    has_examples = bool(example_args) or example_kw is not None
-    examples = Examples(function.name, example_args, example_kw or {}) if has_examples else None
     examples = Examples.of(function.name, example_args, example_kw)
     declaration = Declaration(output_shapes, annotated, examples and examples.specs)
     infer = Inference(function, declaration)
