@@ -130,7 +130,7 @@ def torch2jax(
 
     if examples is not None:
         examples.infer(infer)
-    functools.update_wrapper(wrapped, fn)
+    functools.update_wrapper(wrapped, fn, updated=())
     wrapped.__dict__["_compiled"] = compiled
     return wrapped
 

@@ -4,9 +4,14 @@ JAX's pytrees leave some containers closed that torch code uses: dataclasses, ma
 Hugging Face's `ModelOutput`, and `torch.return_types`. `flatten` opens those too. It treats each
 as a *foreign* node: JAX flattens the tree with foreign nodes as leaves, and each of them is
 flattened in turn. A `Structure` is hashable and compares by value, so it can be static data.
+
+What `torch.sort` and its like return is rebuilt as a namedtuple of the same fields, which JAX can
+return from `jax.jit`.
 """
 
+import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +33,7 @@ class _Foreign:
 
     def rebuild(self, children: Sequence[Any]) -> Any:
         if self.names is None:
-            return self.cls(children)
+            return _maker(self.cls)(children)
         items = dict(zip(self.names, children, strict=True))
         if not dataclasses.is_dataclass(self.cls):
             return self.cls(items)
@@ -64,6 +69,14 @@ class Structure:
 
     def __str__(self) -> str:
         return str(self.unflatten([_Star()] * self.num_leaves))
+
+
+@functools.cache
+def _maker(cls: type) -> Callable[[Sequence[Any]], Any]:
+    """What makes a tuple of type `cls`, or of the namedtuple that stands for it."""
+    if cls.__module__ != "torch.return_types":
+        return cls
+    return collections.namedtuple(cls.__name__, cls.__match_args__)._make
 
 
 class _Star:

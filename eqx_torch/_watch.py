@@ -2,15 +2,16 @@
 
 A `Watch` sees every operator of a run: what is written, and whether random numbers are drawn. It
 saves each real storage just before the first write to it, so that the run can be undone.
-`untouched` puts back the Python attributes of the modules that a function can reach, where modules
-like to keep what they computed at their first call.
+`untouched` puts back what the Python objects that a function can reach hold: attributes,
+containers, closures, globals and caches, where code likes to keep what it computed at its first
+call.
 """
 
 import contextlib
 import functools
-import inspect
+import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ _SILENT_WRITERS = frozenset(
 _PROBABILITIES = ("p", "dropout_p", "dropout")
 _TRAINING_FLAGS = ("train", "training")
 _STATISTICS = ("running_mean", "running_var")
+
+_Cached = type(functools.lru_cache(lambda: None))
+_OPAQUE = (type, types.ModuleType, str, int, float, complex, bytes)
 
 
 class Watch(TorchDispatchMode):
@@ -75,80 +79,110 @@ class Watch(TorchDispatchMode):
 
 @contextlib.contextmanager
 def untouched(root: Any) -> Iterator[None]:
-    """Restores, on leaving, the attributes of every module that `root` can reach.
+    """Restores, on leaving, what Python objects that `root` can reach keep between calls.
 
     Args:
-        root: a function, method, partial, module or container of these.
+        root: a function, method, partial, module, callable object or container of these.
     """
-    saved = [_Saved(owner) for owner in _owners(root)]
+    restorers = _restorers(root)
     try:
         yield
     finally:
-        for state in saved:
-            state.restore()
+        for restore in restorers:
+            restore()
 
 
-class _Saved:
-    """An object's attributes, and the contents of those that are containers."""
-
-    def __init__(self, owner: Any) -> None:
-        self._attributes = owner.__dict__
-        self._values = dict(owner.__dict__)
-        self._containers = [
-            (value, value.copy())
-            for value in self._values.values()
-            if isinstance(value, dict | list | set)
-        ]
-
-    def restore(self) -> None:
-        self._attributes.clear()
-        self._attributes.update(self._values)
-        for container, contents in self._containers:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(contents)
-
-
-def _owners(root: Any) -> list[Any]:
-    """The objects reachable from `root` whose attributes a call of it may change."""
-    found: dict[int, Any] = {}
+def _restorers(root: Any) -> list[Callable[[], None]]:
+    """One for each place reachable from `root` where a call may keep something."""
+    found: list[Callable[[], None]] = []
     seen: set[int] = set()
     pending = [root]
     while pending:
         item = pending.pop()
-        if id(item) in seen:
+        if item is None or isinstance(item, _OPAQUE) or id(item) in seen:
             continue
         seen.add(id(item))
-        if isinstance(item, torch.nn.Module):
-            found.update((id(m), m) for m in item.modules())
-        else:
-            if isinstance(item, types.MethodType) and hasattr(item.__self__, "__dict__"):
-                found[id(item.__self__)] = item.__self__
-            pending.extend(_neighbours(item))
-    return list(found.values())
+        if isinstance(item, torch.Tensor):
+            if item.is_leaf and item.requires_grad:
+                found.append(functools.partial(setattr, item, "grad", item.grad))
+        elif isinstance(item, dict | list | set):
+            found.append(functools.partial(_refill, item, item.copy()))
+        elif isinstance(item, types.CellType):
+            found.append(functools.partial(setattr, item, "cell_contents", item.cell_contents))
+        elif isinstance(item, types.FunctionType):
+            names = {n: item.__globals__[n] for n in _globals_of(item.__code__, item.__globals__)}
+            found.append(functools.partial(_rebind, item.__globals__, names))
+            pending.extend(names.values())
+        elif isinstance(item, _Cached):
+            found.append(functools.partial(_empty_if_used, item, item.cache_info()))
+        pending.extend(_neighbours(item))
+    return found
 
 
-def _neighbours(item: Any) -> list[Any]:
+def _neighbours(item: Any) -> Iterable[Any]:
+    if isinstance(item, dict):
+        return item.values()
+    if isinstance(item, list | tuple | set):
+        return item
     if isinstance(item, functools.partial):
-        return [item.func, *item.args, *item.keywords.values()]
+        return [item.func, item.args, item.keywords]
     if isinstance(item, types.MethodType):
         return [item.__func__, item.__self__]
+    if isinstance(item, types.CellType):
+        return [item.cell_contents]
     if isinstance(item, types.FunctionType):
-        return _captured(item)
-    if isinstance(item, dict):
-        return list(item.values())
-    if isinstance(item, list | tuple | set):
-        return list(item)
-    return []
+        cells = [c for c in item.__closure__ or () if _is_filled(c)]
+        return [*cells, item.__defaults__, item.__kwdefaults__, item.__dict__]
+    if isinstance(item, _Cached):
+        return [item.__wrapped__]
+    return [item.__dict__] if _is_users(item) else []
 
 
-def _captured(function: Callable[..., Any]) -> list[Any]:
-    """What a function sees beside its arguments, as far as it may hold modules."""
+def _is_users(item: Any) -> bool:
+    """Whether an object's attributes are open: those of libraries are theirs alone."""
+    package = type(item).__module__.partition(".")[0]
+    library = package in sys.stdlib_module_names or package in ("jax", "jaxlib", "numpy", "torch")
+    open_ = isinstance(item, torch.nn.Module) or not library
+    return open_ and isinstance(getattr(item, "__dict__", None), dict)
+
+
+def _globals_of(code: types.CodeType, scope: dict[str, Any]) -> set[str]:
+    """The global names in a function's code, that of functions inside it included."""
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return {n for n in code.co_names if n in scope}.union(*(_globals_of(c, scope) for c in inner))
+
+
+def _is_filled(cell: types.CellType) -> bool:
     try:
-        scope = inspect.getclosurevars(function)
-    except ValueError:  # a closure cell that is not filled yet
-        return []
-    values = [*scope.nonlocals.values(), *scope.globals.values()]
-    return [v for v in values if not isinstance(v, type | types.ModuleType | torch.Tensor)]
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _refill(container: Any, contents: Any) -> None:
+    if not _same_items(container, contents):
+        container.clear()
+        (container.extend if isinstance(container, list) else container.update)(contents)
+
+
+def _same_items(x: Any, y: Any) -> bool:
+    if isinstance(x, dict):
+        return list(x) == list(y) and all(
+            a is b for a, b in zip(x.values(), y.values(), strict=True)
+        )
+    return len(x) == len(y) and all(a is b for a, b in zip(x, y, strict=True))
+
+
+def _rebind(scope: dict[str, Any], names: dict[str, Any]) -> None:
+    for name, value in names.items():
+        if scope.get(name) is not value:
+            scope[name] = value
+
+
+def _empty_if_used(cached: Any, before: Any) -> None:
+    """Forgets what a cached function returned during the run; it cannot forget less than all."""
+    if cached.cache_info().misses != before.misses:
+        cached.cache_clear()
 
 
 def _written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

@@ -40,11 +40,12 @@ def _batched(program: Program, arrays: Sequence[Any], dims: Sequence[int | None]
     # Only the function itself knows what an axis of size one means; derivatives of it have inputs
     # (cotangents of a batch, for one batch-independent primal) for which it has no meaning.
     expand = method == "expand_dims" and program.order == 0
+    shared = tuple(i for i, d in enumerate(dims) if d is None and expand)
     aligned = [
-        x if d is not None else jnp.broadcast_to(x, (1 if expand else size, *x.shape))
-        for x, d in zip(leading, dims, strict=True)
+        x if d is not None else jnp.broadcast_to(x, (1 if i in shared else size, *x.shape))
+        for i, (x, d) in enumerate(zip(leading, dims, strict=True))
     ]
-    return call(program.broadcast(size, expand), *aligned)
+    return call(program.broadcast(size, shared), *aligned)
 
 
 def _looped(program: Program, arrays: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:

@@ -90,12 +90,12 @@ class Program(abc.ABC):
         """
 
     @abc.abstractmethod
-    def broadcast(self, size: int, expand: bool) -> "Program":
+    def broadcast(self, size: int, shared: Indices) -> "Program":
         """The program on inputs with a leading batch axis, for a function that handles it.
 
         Args:
             size: the size of the batch.
-            expand: whether inputs that are the same for the batch have an axis of size one.
+            shared: the inputs that are the same for the batch and have an axis of size one.
         """
 
     def prepare(self) -> None:

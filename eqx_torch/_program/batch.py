@@ -9,7 +9,7 @@ import torch
 
 from .._compat import cached_weakly
 from .._dtypes import dtype_j2t
-from .base import Derived, Program, Spec, Tensors
+from .base import Derived, Indices, Program, Spec, Tensors
 
 
 Axes = tuple[int | None, ...]
@@ -49,10 +49,10 @@ class Vmap(Derived):
     def name(self) -> str:
         return f"vmap({self.inner.name})"
 
-    def broadcast(self, size: int, expand: bool) -> Program:
+    def broadcast(self, size: int, shared: Indices) -> Program:
         in_axes = tuple(None if a is None else a + 1 for a in self.in_axes)
         out_axes = tuple(None if a is None else a + 1 for a in self.out_axes)
-        return Vmap(self.inner.broadcast(size, expand), in_axes, out_axes, self.size)
+        return Vmap(self.inner.broadcast(size, shared), in_axes, out_axes, self.size)
 
     def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
         if self.size == 0:

@@ -54,8 +54,8 @@ class Jvp(Derived):
     def name(self) -> str:
         return f"jvp({self.inner.name})"
 
-    def broadcast(self, size: int, expand: bool) -> Program:
-        return Jvp(self.inner.broadcast(size, False), self.wrt, self.of)
+    def broadcast(self, size: int, shared: Indices) -> Program:
+        return Jvp(self.inner.broadcast(size, ()), self.wrt, self.of)
 
     def prepare(self) -> None:
         _load_forward_mode()
@@ -107,8 +107,8 @@ class Vjp(Derived):
     def name(self) -> str:
         return f"vjp({self.inner.name})"
 
-    def broadcast(self, size: int, expand: bool) -> Program:
-        return Vjp(self.inner.broadcast(size, False), self.wrt, self.of)
+    def broadcast(self, size: int, shared: Indices) -> Program:
+        return Vjp(self.inner.broadcast(size, ()), self.wrt, self.of)
 
     def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
         primals, cotangents = inputs[: len(self.inner.ins)], inputs[len(self.inner.ins) :]

@@ -75,8 +75,8 @@ class Leaf(Program):
     def _hash(self) -> int:
         return hash((self.function, self.site, self.in_specs, self.out_specs, self.structure))
 
-    def broadcast(self, size: int, expand: bool) -> Program:
-        ins = tuple(s.batched(size, 0) for s in self.ins)
+    def broadcast(self, size: int, shared: Indices) -> Program:
+        ins = tuple(s.batched(1 if i in shared else size, 0) for i, s in enumerate(self.ins))
         outs = tuple(s.batched(size, 0) for s in self.outs)
         return dataclasses.replace(self, in_specs=ins, out_specs=outs)
 
@@ -200,7 +200,9 @@ def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    # A clone's strides are those of its shape, which a view as bytes asks for.
+    x = x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return x.view(-1).view(torch.uint8)
 
 
 def _standing_for(dtype: torch.dtype, x64: bool) -> frozenset[torch.dtype]:

@@ -1,0 +1,255 @@
+"""Arrays sharded over explicit mesh axes, with `out_specs`."""
+
+import re
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from eqx_torch import torch2jax
+
+from .helpers import assert_trees_equal
+from .twins import random_array, scalar
+
+
+COLLECTIVES = re.compile(
+    r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
+)
+
+
+def explicit_mesh(*sizes: int) -> jax.sharding.Mesh:
+    names = "xyz"[: len(sizes)]
+    return jax.make_mesh(sizes, tuple(names), axis_types=(AxisType.Explicit,) * len(sizes))
+
+
+def collectives(f, *args) -> set[str]:
+    """The collectives in the compiled program."""
+    return set(COLLECTIVES.findall(jax.jit(f).lower(*args).compile().as_text()))
+
+
+def put(x, mesh, *spec):
+    return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+
+def _model():
+    return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.SiLU(), torch.nn.Linear(5, 3))
+
+
+def _in_jax(params, x):
+    h = jax.nn.silu(x @ params["0.weight"].T + params["0.bias"])
+    return h @ params["2.weight"].T + params["2.bias"]
+
+
+def test_functional_call_on_eight_devices(getkey):
+    """Data parallel: no collective forward, one sum over the devices backward."""
+    model = _model()
+    params = {k: jnp.asarray(v.detach().numpy()) for k, v in model.named_parameters()}
+    x = random_array(getkey, (16, 6))
+
+    def fwd(params, x):
+        return torch.func.functional_call(model, params, x)
+
+    mesh = explicit_mesh(8)
+    with jax.set_mesh(mesh):
+        sharded = put(x, mesh, "x")
+        replicated = jax.tree.map(lambda p: put(p, mesh), params)
+        f = torch2jax(fwd, replicated, sharded, out_specs=P("x"), lock=True)
+        y = jax.jit(f)(replicated, sharded)
+        assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), 2)
+        assert_trees_equal(y, _in_jax(params, x))
+        assert_trees_equal(f(replicated, sharded), _in_jax(params, x))
+        assert collectives(f, replicated, sharded) == set()
+
+        loss = lambda params, x: (f(params, x) ** 2).mean()  # noqa: E731
+        gradient = jax.jit(jax.grad(loss))
+        grads = gradient(replicated, sharded)
+        expected = jax.grad(lambda params, x: (_in_jax(params, x) ** 2).mean())(params, x)
+        assert_trees_equal(grads, expected, rtol=1e-5)
+        assert_trees_equal(jax.grad(loss)(replicated, sharded), expected, rtol=1e-5)
+        assert all(g.sharding.is_fully_replicated for g in jax.tree.leaves(grads))
+        assert collectives(jax.grad(loss), replicated, sharded) == {"all-reduce"}
+
+
+def test_example_arguments_of_torch(getkey):
+    mesh = explicit_mesh(8)
+    with jax.set_mesh(mesh):
+        f = torch2jax(torch.sin, torch.ones(16), out_specs=P("x"))
+        x = put(random_array(getkey, (16,)), mesh, "x")
+        assert_trees_equal(jax.jit(f)(x), jnp.sin(jnp.asarray(x)))
+
+
+def _two_outputs(x, w):
+    return {"y": (x @ w).tanh(), "s": x.sin()}
+
+
+def _two_outputs_in_jax(x, w):
+    return {"y": jnp.tanh(x @ w), "s": jnp.sin(x)}
+
+
+@pytest.mark.parametrize("use_mesh", [True, False], ids=["set_mesh", "no mesh set"])
+@pytest.mark.parametrize(
+    ("x_spec", "w_spec", "out_specs"),
+    [
+        (("x",), (), P("x")),
+        (("x",), (), {"y": P("x"), "s": P("x", None)}),
+        ((("x", "y"),), (), P(("x", "y"))),
+        (("x",), (None, "y"), {"y": P("x", "y"), "s": P("x", "y")}),
+        (("y",), (None, "x"), {"y": P("y", "x"), "s": P("y", "x")}),
+    ],
+)
+def test_two_axes(getkey, use_mesh, x_spec, w_spec, out_specs):
+    """Where an output lies over an axis that it does not depend on, devices give its parts."""
+    mesh = explicit_mesh(2, 4)
+    x, w = random_array(getkey, (8, 8)), random_array(getkey, (8, 8))
+    if w_spec:
+        twin = lambda x, w: {"y": jnp.tanh(x @ w)}  # noqa: E731
+        fn = lambda x, w: {"y": (x @ w).tanh()}  # noqa: E731
+        out_specs = {"y": out_specs["y"]}
+    else:
+        twin, fn = _two_outputs_in_jax, _two_outputs
+    with jax.set_mesh(mesh) if use_mesh else threading.Lock():
+        args = put(x, mesh, *x_spec), put(w, mesh, *w_spec)
+        f = torch2jax(fn, out_specs=out_specs)
+        assert_trees_equal(jax.jit(f)(*args), twin(x, w))
+        assert_trees_equal(f(*args), twin(x, w))
+        everything = lambda f: jax.jit(  # noqa: E731
+            lambda x, w: (
+                jax.grad(scalar(f), (0, 1))(x, w),
+                jax.jvp(f, (x, w), (x, w)),
+                jax.jvp(jax.grad(scalar(f), (0, 1)), (x, w), (x, w)),
+            )
+        )
+        assert_trees_equal(everything(f)(*args), everything(twin)(x, w), rtol=1e-4, atol=1e-4)
+
+
+def test_the_gradient_has_the_sharding_of_its_argument(getkey):
+    mesh = explicit_mesh(2, 4)
+    with jax.set_mesh(mesh):
+        x = put(random_array(getkey, (8, 4)), mesh, "x", None)
+        w = put(random_array(getkey, (4, 8)), mesh, None, "y")
+        f = torch2jax(torch.matmul, out_specs=P("x", "y"))
+        gx, gw = jax.jit(jax.grad(lambda x, w: (f(x, w) ** 2).sum(), (0, 1)))(x, w)
+        assert gx.sharding.spec == P("x", None)
+        assert gw.sharding.spec == P(None, "y")
+
+
+def test_replicated_inputs_need_no_out_specs(getkey, recwarn):
+    """Their types prove it, so nothing is gathered and nothing is said."""
+    mesh = explicit_mesh(8)
+    x = random_array(getkey, (4,))
+    with jax.set_mesh(mesh):
+        f = torch2jax(torch.sin)
+        y = jax.jit(f)(put(x, mesh))
+        assert_trees_equal(y, jnp.sin(x))
+        assert_trees_equal(jax.grad(lambda x: f(x).sum())(put(x, mesh)), jnp.cos(x))
+        assert y.sharding.is_fully_replicated
+    assert not recwarn.list
+
+
+def test_out_specs_do_nothing_without_a_mesh(getkey):
+    x = random_array(getkey, (4,))
+    f = torch2jax(torch.sin, out_specs=P("x"))
+    assert_trees_equal(f(x), jnp.sin(x))
+    assert_trees_equal(jax.jit(f)(x), jnp.sin(x))
+
+
+@pytest.mark.parametrize("method", ["torch", "sequential", "broadcast_all", "expand_dims"])
+def test_vmap_over_a_sharded_batch(getkey, method):
+    """Each device computes its own members."""
+    mesh = explicit_mesh(8)
+    x, w = random_array(getkey, (16, 3)), random_array(getkey, (3,))
+    with jax.set_mesh(mesh):
+        args = put(x, mesh, "x"), put(w, mesh)
+        f = torch2jax(lambda x, w: (x.sin() * w).sum(-1), vmap_method=method)
+        twin = lambda x, w: (jnp.sin(x) * w).sum(-1)  # noqa: E731
+        batched = lambda f: jax.vmap(f, (0, None))  # noqa: E731
+        y = jax.jit(batched(f))(*args)
+        assert_trees_equal(y, batched(twin)(x, w))
+        assert y.sharding.spec == P("x")
+        assert collectives(batched(f), *args) == set()
+        gradient = lambda f: jax.jit(jax.grad(scalar(batched(f)), (0, 1)))  # noqa: E731
+        assert_trees_equal(gradient(f)(*args), gradient(twin)(x, w), rtol=1e-5)
+        inner = lambda f: jax.jit(jax.vmap(jax.grad(f, (0, 1)), (0, None)))  # noqa: E731
+        assert_trees_equal(inner(f)(*args), inner(twin)(x, w), rtol=1e-5)
+
+
+def test_vmap_of_a_sharded_call(getkey):
+    """The batch is over one axis of the mesh, the call over another."""
+    mesh = explicit_mesh(2, 4)
+    x = random_array(getkey, (4, 8))
+    with jax.set_mesh(mesh):
+        f = jax.vmap(torch2jax(torch.sin, out_specs=P("y")))
+        for spec in [(None, "y"), ("x", "y")]:
+            y = jax.jit(f)(put(x, mesh, *spec))
+            assert_trees_equal(y, jnp.sin(x))
+            assert y.sharding.spec == P(*spec)
+
+
+def test_scan_and_remat_over_shards(getkey):
+    mesh = explicit_mesh(4)
+    x, w = random_array(getkey, (8, 3)), random_array(getkey, (2, 3, 3))
+
+    def loss(layer):
+        step = jax.checkpoint(lambda x, w: (layer(x, w), None))
+        return jax.jit(jax.grad(lambda x, w: (jax.lax.scan(step, x, w)[0] ** 2).mean(), (0, 1)))
+
+    expected = loss(lambda x, w: jnp.tanh(x @ w))(x, w)
+    with jax.set_mesh(mesh):
+        f = torch2jax(lambda x, w: (x @ w).tanh(), out_specs=P("x"))
+        assert_trees_equal(loss(f)(put(x, mesh, "x"), put(w, mesh)), expected, rtol=1e-5)
+
+
+def test_integers_and_bools_over_shards(getkey):
+    mesh = explicit_mesh(4)
+    ids, table = random_array(getkey, (8,), "int32"), random_array(getkey, (3, 2))
+    with jax.set_mesh(mesh):
+        f = torch2jax(lambda i, t: (t[i.long()], i > 1), out_specs=P("x"))
+        args = put(ids, mesh, "x"), put(table, mesh)
+        assert_trees_equal(jax.jit(f)(*args), (table[ids], ids > 1))
+        gradient = lambda f: jax.jit(jax.grad(lambda t, i: (f(i, t)[0] ** 2).sum()))  # noqa: E731
+        expected = gradient(lambda i, t: (t[i], i > 1))(table, ids)
+        assert_trees_equal(gradient(f)(args[1], args[0]), expected)
+
+
+def test_every_device_runs_on_its_own_shard():
+    mesh = explicit_mesh(8)
+    shapes, threads = [], set()
+    together = threading.Barrier(2, timeout=60)
+
+    def f(x):
+        shapes.append(tuple(x.shape))
+        threads.add(threading.get_ident())
+        together.wait()
+        return x
+
+    with jax.set_mesh(mesh):
+        x = put(jnp.ones(16), mesh, "x")
+        jax.block_until_ready(torch2jax(f, output_shapes=x, out_specs=P("x"))(x))
+    assert shapes == [(2,)] * 8
+    assert len(threads) > 1
+
+
+def test_lock_holds_devices_apart():
+    mesh = explicit_mesh(8)
+    inside, most = [0], [0]
+    counting = threading.Lock()
+
+    def f(x):
+        with counting:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+        y = (x @ x.T).sin()
+        with counting:
+            inside[0] -= 1
+        return y
+
+    with jax.set_mesh(mesh):
+        x = put(jnp.ones((8, 200, 200)), mesh, "x")
+        g = torch2jax(
+            lambda x: torch.vmap(lambda a: a @ a)(x) + f(x[0]), out_specs=P("x"), lock=True
+        )
+        jax.block_until_ready(jax.jit(jax.grad(lambda x: g(x).sum()))(x))
+    assert most[0] == 1
