@@ -53,7 +53,7 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         for tensor in _written_by(func, args, kwargs):
             self._note(tensor)
-        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
+        if _draws(func, args, kwargs):
             self.random.append(self.place)
         return func(*args, **kwargs)
 
@@ -75,6 +75,25 @@ class Watch(TorchDispatchMode):
         if storage.device.type != "meta":
             with without_modes():
                 self._before.append((storage, storage.clone()))
+
+
+class Draws(TorchDispatchMode):
+    """Sees whether the code that runs under it draws random numbers, and nothing else.
+
+    Attributes:
+        any: whether it has.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.any = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.any = self.any or _draws(func, args, kwargs)
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -200,7 +219,9 @@ def _written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.
 
 
 def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operator that can draw random numbers does so with these arguments."""
+    """Whether an operator draws random numbers with these arguments."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
     names = [a.name for a in func._schema.arguments]
     # The dispatcher leaves out arguments that have their default.
     named = {a.name: a.default_value for a in func._schema.arguments}
