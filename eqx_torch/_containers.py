@@ -7,7 +7,7 @@ objects with tensors among their attributes, such as Hugging Face's caches of at
 import dataclasses
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import jax
@@ -69,12 +69,12 @@ def container(cls: Any, names: tuple[Any, ...] | None, items: Sequence[Any]) -> 
     if names is None:
         return cls(items)
     named = dict(zip(names, items, strict=True))
-    if not dataclasses.is_dataclass(cls):
+    if not hasattr(cls, "__dataclass_fields__"):
         return cls(named)
     # What `__init__` and `__post_init__` check is for the user's own values, not for tracers.
-    new: Any = object.__new__(cls) if not issubclass(cls, Mapping) else cls.__new__(cls)
+    new: Any = cls.__new__(cls)
     for name, value in named.items():
-        if isinstance(new, Mapping):
+        if isinstance(new, MutableMapping):
             new[name] = value
         else:
             object.__setattr__(new, name, value)

@@ -182,3 +182,8 @@ def _unsupported(shown: str, name: str, other: str) -> str:
         f"{other} has no dtype with the values of {shown}. {_REMEDIES[prefix]}. "
         f"Supported dtypes: {', '.join(_NAMES)}."
     )
+
+
+def x64_enabled() -> bool:
+    """Whether JAX has 64-bit types now."""
+    return canonical_dtype("int64") == np.int64

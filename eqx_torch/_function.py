@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ._annotations import read_signature, unchecked
+from ._annotations import read_signature_for, unchecked
 from ._errors import InputError
 from ._examples import Examples
 from ._invoke import Arguments, invoke
@@ -72,7 +72,8 @@ def torch2jax(
         GPU and across `jax.vmap` backwards recompute); `"recompute"` to always run the forward
         again in the backward, which needs less memory.
     - `signature`: an annotated function (a stub will do) whose jaxtyping annotations to use in
-        place of those of `fn`.
+        place of those of `fn`. If its first argument is named `self`, that is the module or
+        object whose method `fn` is.
     - `output_sharding_spec`: the deprecated name of `out_specs`.
 
     **Returns:**
@@ -105,7 +106,7 @@ def torch2jax(
             f"{type(fn).__name__}."
         )
     check_options(depth, vmap_method, residuals)
-    annotated = read_signature(signature or fn, result=output_shapes is None)
+    annotated = read_signature_for(fn, signature, result=output_shapes is None)
     compiled = Compiled()
     function = TorchFunction(
         unchecked(fn),

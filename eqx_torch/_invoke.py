@@ -16,7 +16,7 @@ import torch
 
 from ._ambient import Ambient
 from ._call import call
-from ._dtypes import canonical_dtype, dtype_j2t
+from ._dtypes import dtype_j2t, x64_enabled
 from ._errors import DtypeError, InputError
 from ._probe import Outputs
 from ._program import Leaf, Site, Spec, Static, TorchFunction
@@ -135,7 +135,7 @@ def invoke(
         in_specs,
         outputs.specs,
         outputs.structure,
-        canonical_dtype("int64") == np.int64,
+        x64_enabled(),
         outputs.source,
     )
     if split is None:
@@ -156,6 +156,7 @@ def _sharded(
         leaf,
         in_specs=tuple(local_spec(name, label(path), s, p, split.mesh) for path, s, p in ins),
         out_specs=tuple(local_spec(name, f"output{path}", s, p, split.mesh) for path, s, p in outs),
+        source=f"{leaf.source}, for one shard",
     )
 
     def body(*shards: Any) -> list[Any]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ._annotations import Signature
-from ._dtypes import canonical_dtype, is_inexact
+from ._dtypes import canonical_dtype, is_inexact, x64_enabled
 from ._errors import ShapeError
 from ._probe import Outputs, probe
 from ._program import Site, Spec, TorchFunction
@@ -60,7 +60,8 @@ class Declaration:
                 shapes = shapes(*args, **kwargs)
             return _close_shapes(shapes), "output_shapes"
         if self._signature and bindings and self._signature.determines_output:
-            return self._signature.output(bindings), "its annotation"
+            source = f"its annotation {self._signature.result_text}"
+            return self._signature.output(bindings), source
         return None
 
 
@@ -70,11 +71,12 @@ class Inference:
     def __init__(self, function: TorchFunction, declaration: Declaration) -> None:
         self._function = function
         self._declaration = declaration
-        self._known: dict[Any, Outputs] = {}
+        self._known: dict[tuple[Site, tuple[Spec, ...], bool], Outputs] = {}
 
     def __call__(self, site: Site, in_specs: tuple[Spec, ...]) -> Outputs:
         """The outputs of a call with inputs of these specs."""
-        key = site, in_specs, canonical_dtype("int64")
+        # With and without 64-bit types the same function returns other dtypes.
+        key = site, in_specs, x64_enabled()
         outputs = self._known.get(key)
         if outputs is None:
             outputs = self._known.setdefault(key, self._infer(site, in_specs))

@@ -62,7 +62,7 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         for tensor in _written_by(func, args, kwargs):
             self._note(tensor)
-        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
+        if _draws(func, args, kwargs):
             self.random.append(self.place)
         return func(*args, **kwargs)
 
@@ -104,6 +104,25 @@ class Exposure(TorchFunctionMode):
     def exposed(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of this tensor may have been written to from outside of torch."""
         return _storage_key(tensor) in self._keys
+
+
+class Draws(TorchDispatchMode):
+    """Sees whether the code that runs under it draws random numbers, and nothing else.
+
+    Attributes:
+        any: whether it has.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.any = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.any = self.any or _draws(func, args, kwargs)
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -215,7 +234,8 @@ def _empty_if_used(cached: Any, before: Any) -> None:
 
 
 def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    return not any(
+    """Whether an operator draws random numbers with these arguments."""
+    return torch.Tag.nondeterministic_seeded in func.tags and not any(
         argument.name in _SWITCHES and isinstance(value, bool | int | float) and not value
         for argument, value in _bound(func, args, kwargs)
     )

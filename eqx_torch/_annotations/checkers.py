@@ -8,10 +8,11 @@ the class and the shape of what they stand for.) jaxtyping's own switch is one f
 devices call from several threads, so checkers are taken off, on a copy, and the user's object stays
 as it is.
 
-Taken off are `jaxtyped(typechecker=...)` and beartype, also below other decorators. Left on are
-`jaxtyped(typechecker=None)`, which checks nothing itself and serves `isinstance` in the body, and
-typeguard's `@typechecked` alone, which rewrites the function and keeps no original. Functions that
-the body calls, and a `forward` set on a module's instance, keep their checkers.
+Taken off are `jaxtyped(typechecker=...)` and beartype, also below other decorators, and from all
+methods of a module. Left on are `jaxtyped(typechecker=None)`, which checks nothing itself and
+serves `isinstance` in the body, and typeguard's `@typechecked` alone, which rewrites the function
+and keeps no original. Functions that the body calls, methods reached by `super()`, and a `forward`
+set on a module's instance, keep their checkers.
 """
 
 import functools
@@ -66,7 +67,7 @@ def unchecked(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def strip_checkers(module: torch.nn.Module) -> None:
-    """Takes the checkers off `forward` of `module` and all its submodules, in place.
+    """Takes the checkers off the methods of `module` and all its submodules, in place.
 
     **Arguments:**
 
@@ -109,12 +110,33 @@ def _holds(cell: types.CellType, value: Any) -> bool:
 
 
 def _class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """`cls` with a `forward` that is not checked."""
-    stripped = unchecked(cls.forward)
-    if stripped is cls.forward:
+    """`cls` with methods that are not checked."""
+    names: dict[str, Any] = {}
+    for name, method in _methods(cls).items():
+        stripped = _method(method)
+        if stripped is not method:
+            names[name] = stripped
+    if not names:
         return cls
-    names = {"forward": stripped, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    names |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update(names))
+
+
+def _methods(cls: type[torch.nn.Module]) -> dict[str, Any]:
+    """What the classes between `cls` and torch's own define."""
+    own = [base for base in cls.__mro__ if not _is_of_torch(base)]
+    return {name: value for base in reversed(own) for name, value in vars(base).items()}
+
+
+def _is_of_torch(base: type) -> bool:
+    return base is object or base.__module__.partition(".")[0] == "torch"
+
+
+def _method(value: Any) -> Any:
+    if isinstance(value, classmethod | staticmethod):
+        inner = unchecked(value.__func__)
+        return value if inner is value.__func__ else type(value)(inner)
+    return unchecked(value) if isinstance(value, types.FunctionType) else value
 
 
 def _view(module: torch.nn.Module, cls: type[torch.nn.Module]) -> torch.nn.Module:

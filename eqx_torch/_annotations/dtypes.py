@@ -20,6 +20,8 @@ import jax
 import numpy as np
 import torch
 
+from .._dtypes import x64_enabled
+
 
 @dataclass(frozen=True)
 class Family:
@@ -94,10 +96,6 @@ def union(families: Sequence[Family]) -> Family:
         return Family(label, None)
     names = frozenset().union(*(one.names or () for one in families))
     return Family(label, names, tuple(pattern for one in families for pattern in one.patterns))
-
-
-def x64_enabled() -> bool:
-    return bool(jax.config.read("jax_enable_x64"))
 
 
 def dtype_name(dtype: Any) -> str:

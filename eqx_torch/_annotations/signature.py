@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from .._errors import InputError
 from .bindings import Bindings
 from .callables import Empty, Target, target
 from .check import check
@@ -43,6 +44,7 @@ class Signature:
     - `name`: what messages call the callable.
     - `determines_output`: whether `output` predicts the result; False if only arguments are
       annotated.
+    - `result_text`: the result's annotation, for messages.
     """
 
     name: str
@@ -52,6 +54,10 @@ class Signature:
     _kwargs: Mapping[str, Any]
     _parameters: tuple[_Parameter, ...]
     _result: Spec | None
+
+    @property
+    def result_text(self) -> str:
+        return "" if self._result is None else self._result.text
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bindings:
         """Checks the annotated arguments of one call.
@@ -66,8 +72,8 @@ class Signature:
 
         **Raises:**
 
-        `ShapeError` if an argument does not match its annotation; `TypeError` if the arguments do
-        not fit the callable at all.
+        `ShapeError` if an argument does not match its annotation; `InputError` if the arguments
+        do not fit the callable at all.
 
         !!! Example
 
@@ -84,7 +90,7 @@ class Signature:
         try:
             bound = self._signature.bind(*self._args, *args, **{**self._kwargs, **kwargs})
         except TypeError as error:
-            raise TypeError(f"{self.name}: {error}") from None
+            raise InputError(f"{self.name}: {error}") from None
         bound.apply_defaults()
         bindings = Bindings(bound.arguments)
         try:

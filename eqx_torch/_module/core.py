@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax
 import torch
 from jax.sharding import PartitionSpec
 
-from .._annotations import read_signature
+from .._annotations import read_signature_for
 from .._dtypes import canonical_dtype, dtype_t2j
 from .._examples import Examples
 from .._invoke import Arguments, Restored
@@ -135,8 +134,9 @@ class _ModuleDeclaration(Declaration):
     """What is declared of a method, for the function with parameters and state in front."""
 
     def __init__(self, blueprint: Blueprint, options: Options, examples: Examples | None) -> None:
-        signature = read_signature(
-            _annotated(blueprint.module, options), result=options.output_shapes is None
+        method = getattr(blueprint.module, options.method)
+        signature = read_signature_for(
+            method, options.signature, result=options.output_shapes is None
         )
         super().__init__(options.output_shapes, signature, examples and examples.specs)
         self._own = len(blueprint.parameters) + len(blueprint.state)
@@ -150,15 +150,6 @@ class _ModuleDeclaration(Declaration):
             return None
         shapes, source = declared
         return (shapes, state), source
-
-
-def _annotated(module: torch.nn.Module, options: Options) -> Callable[..., Any]:
-    """The method, or the stub that stands for it; a stub may have `self` or not."""
-    stub = options.signature
-    if stub is None:
-        return getattr(module, options.method)
-    takes_self = next(iter(inspect.signature(stub).parameters), None) == "self"
-    return types.MethodType(stub, module) if takes_self else stub
 
 
 def argument_names(module: torch.nn.Module, method: str) -> frozenset[str]:

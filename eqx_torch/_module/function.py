@@ -15,7 +15,7 @@ import torch
 
 from .._errors import ModuleError
 from .._program import Compiled, Kept, Lock, Residuals, Site, TorchFunction, VmapMethod
-from .._watch import untouched, Watch
+from .._watch import Draws, untouched, Watch
 from .blueprint import Blueprint, Skeleton
 from .rng import SEEDING
 
@@ -56,6 +56,7 @@ class ModuleFunction(TorchFunction):
         self.draws: dict[Site, tuple[str, ...]] = {}
         self.changed_state: set[str] = set()
         self._held = _Held()
+        self._quiet: set[bool] = set()
 
     def _key(self) -> Hashable:
         own = self.blueprint, self.method, self.lock
@@ -79,7 +80,7 @@ class ModuleFunction(TorchFunction):
         with restoring:
             skeleton.bind(parameters, [b.clone() for b in state])
             self._held.items.append(skeleton.unbind)
-            with contextlib.nullcontext() if seed is False else self._seeding(seed):
+            with self._unseeded(inference) if seed is False else self._seeding(seed):
                 result = self._run(skeleton, rest, kwargs)
             state = skeleton.state()
         changed = skeleton.changed_constants()
@@ -152,6 +153,18 @@ class ModuleFunction(TorchFunction):
             return skeleton.module(*args, **kwargs)
         return getattr(skeleton.module, self.method)(*args, **kwargs)
 
+    @contextlib.contextmanager
+    def _unseeded(self, inference: bool) -> Iterator[None]:
+        """What was declared was not tried: its first run in each mode tells whether it draws."""
+        if self.draws or inference in self._quiet:
+            yield
+            return
+        with Draws() as draws:
+            yield
+        if draws.any:
+            raise ModuleError(missing_key(self.name, []))
+        self._quiet.add(inference)
+
     def _seeding(self, seed: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         return SEEDING.drawing(seed, self._held.locks.append)
 
@@ -163,6 +176,21 @@ class ModuleFunction(TorchFunction):
             f"{listed}]`, or with example arguments so that this is found out: "
             "`model, state = eqx.nn.make_with_state(from_torch)(module, *example_args)`."
         )
+
+
+def missing_key(name: str, layers: Sequence[str]) -> str:
+    """The message for a call without a key of a module that draws random numbers."""
+    where = f" in {first(layers)}" if layers else ""
+    return (
+        f"the forward of `{name}` draws random numbers{where}, but was called "
+        "without `key=`. Pass `key=jax.random.key(0)` (split it for each call), or "
+        "`model = eqx.nn.inference_mode(model)` if this is not training."
+    )
+
+
+def first(names: Sequence[str]) -> str:
+    """The names, or the first of them if there are many."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 class _Held(threading.local):

@@ -12,6 +12,7 @@ from .._errors import InputError, ModuleError
 from .._invoke import Arguments, invoke, PerShard
 from .._probe import Outputs
 from .core import Core
+from .function import first, missing_key
 
 
 class TorchModule(eqx.nn.StatefulLayer):
@@ -164,7 +165,7 @@ def _run(
     outputs = core.infer(site, arguments.specs())
     draws = core.draws(site, inference)
     if draws and key is None:
-        raise ModuleError(_missing_key(core, draws))
+        raise ModuleError(missing_key(core.name, draws))
     seed = None
     if key is not None and draws != ():
         seed = len(module.params) + len(buffers)
@@ -223,19 +224,7 @@ def _missing_state(core: Core, changing: list[str]) -> str:
     if not changing:
         return f"`{core.name}` has buffers that live in a state, but was called without. {remedy}"
     return (
-        f"the forward of `{core.name}` changes its buffers {_first(changing)}, but was "
+        f"the forward of `{core.name}` changes its buffers {first(changing)}, but was "
         f"called without `state=`. {remedy} To use the values they have, "
         "`model = eqx.nn.inference_mode(model)`."
-    )
-
-
-def _first(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _missing_key(core: Core, layers: Sequence[str]) -> str:
-    return (
-        f"the forward of `{core.name}` draws random numbers in {_first(layers)}, but was called "
-        "without `key=`. Pass `key=jax.random.key(0)` (split it for each call), or "
-        "`model = eqx.nn.inference_mode(model)` if this is not training."
     )

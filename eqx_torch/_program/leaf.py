@@ -15,7 +15,7 @@ import torch
 from .._compat import cached_weakly
 from .._dtypes import dtype_j2t
 from .._errors import InputError, OutputError, ShapeError
-from .._trees import flatten, leaf_paths, Structure
+from .._trees import as_declared, flatten, leaf_paths, Structure
 from .base import Indices, Program, Spec, Tensors
 from .function import TorchFunction
 from .site import Site
@@ -112,7 +112,9 @@ class Leaf(Program):
             return [self._checked_leaf(0, result)]
         results, structure = flatten(result)
         if structure != self.structure:
-            raise self._structure_error(results, structure)
+            results, plain = flatten(as_declared(result, self.structure))
+            if plain != self.structure:
+                raise self._structure_error(results, structure)
         return [self._checked_leaf(i, r) for i, r in enumerate(results)]
 
     def _checked_leaf(self, i: int, result: Any) -> torch.Tensor:
@@ -148,7 +150,8 @@ class Leaf(Program):
             f"`{self.name}` returned another structure than was declared.\n"
             f"  declared by {self.source}: {self.structure}\n"
             f"  returned: {structure}\n"
-            "Return the same structure on every call, or declare the right one by `output_shapes=`."
+            "Return the same structure on every call, or declare the right one, in the annotation "
+            "or by `output_shapes=`."
         )
 
     def _spec_error(self, i: int, result: torch.Tensor) -> Exception:
@@ -161,7 +164,7 @@ class Leaf(Program):
             f"  declared by {self.source}: {spec.dtype}{list(spec.shape)}\n"
             f"  returned: {str(result.dtype).removeprefix('torch.')}{list(result.shape)}\n"
             "Nothing is broadcast or cast for you: return what was declared, or declare what is "
-            "returned by `output_shapes=`."
+            "returned, in the annotation or by `output_shapes=`."
         )
 
 
