@@ -277,7 +277,16 @@ def test_the_users_lock_is_held_forward_and_backward(getkey):
     assert lock.inside == 0
 
 
-@pytest.mark.parametrize("lock", [True, False, None, threading.Lock(), threading.RLock()], ids=str)
+LOCKS = {
+    "True": True,
+    "False": False,
+    "None": None,
+    "Lock": threading.Lock(),
+    "RLock": threading.RLock(),
+}
+
+
+@pytest.mark.parametrize("lock", LOCKS.values(), ids=LOCKS.keys())
 def test_locks_of_every_kind(getkey, lock):
     x = random_array(getkey, (3,))
     f = torch2jax(torch.sin, lock=lock)
