@@ -78,6 +78,11 @@ class Program(abc.ABC):
         """The inputs in which the program is, jointly, linear."""
         return frozenset()
 
+    @functools.cached_property
+    def forward(self) -> tuple["Program", ...]:
+        """The programs, from the inside, that are computed in forward mode to compute this one."""
+        return ()
+
     @property
     @abc.abstractmethod
     def name(self) -> str:
@@ -123,6 +128,10 @@ class Derived(Program):
     @property
     def leaf(self) -> Any:
         return self.inner.leaf
+
+    @functools.cached_property
+    def forward(self) -> tuple[Program, ...]:
+        return self.inner.forward
 
     def prepare(self) -> None:
         self.inner.prepare()

@@ -1,16 +1,25 @@
 """Derivatives of torch programs, computed by torch.
 
-Plain calls use `torch.autograd.grad`, which works for whatever eager torch can differentiate.
-Forward mode uses `torch.func.jvp` and, where an operator or an `autograd.Function` has no forward
+Plain calls use `torch.autograd`, which works for whatever eager torch can differentiate; within
+`torch.func.vmap` only the rest of `torch.func` works.
+
+Forward mode uses dual numbers and, where an operator or an `autograd.Function` has no forward
 derivative, differentiates the pullback, which is linear in its cotangent u:
 
     d/du <J^T u, t> = J t          (the "double backward trick", J. Townsend, 2017)
+
+Where a forward derivative is missing, torch does not always say so: custom operators, and some of
+its own, drop the tangents of inputs that need no gradient. So dual numbers are made of tensors
+that do need one, and the results must have a tangent wherever they have a gradient. That cannot be
+asked of `torch.func.jvp`, so a program is batched only after one member of the batch was run
+without it.
 
 Complex numbers: JAX's pullback is the transpose of the tangent map, torch's the adjoint with
 respect to the Hermitian product. They differ by a conjugation before and one after:
 J^T u = conj(J^H conj(u)).
 """
 
+import contextlib
 import dataclasses
 import functools
 import warnings
@@ -18,6 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from .._compat import cached_weakly, set_forward_grad_enabled, set_grad_enabled
@@ -66,19 +76,26 @@ class Jvp(Derived):
         _load_forward_mode()
         self.inner.prepare()
 
+    @functools.cached_property
+    def forward(self) -> tuple[Program, ...]:
+        return (*self.inner.forward, self)
+
     def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
         primals, tangents = _split(self, inputs)
         if self.taped and not functional:
             _drop(self, inputs)
-        findings = self.leaf.function.findings
-        if functional or not findings.forward_mode_fails:
-            try:
-                return _forward_mode(self, primals, tangents)
-            except Exception:
-                if functional:
-                    raise
+        forward_mode = self.leaf.function.findings.forward_mode
+        works = forward_mode.get(self, not self.inner.forward)  # dual numbers do not nest
+        if functional:
+            push = _functional_forward_mode if works else _functional_double_backward
+            return push(self, primals, tangents)
+        if works:
+            with contextlib.suppress(Exception):
+                out = _forward_mode(self, primals, tangents)
+                forward_mode[self] = True
+                return out
         out = _double_backward(self, primals, tangents)
-        findings.forward_mode_fails = True
+        forward_mode[self] = False
         return out
 
 
@@ -136,8 +153,8 @@ def _load_forward_mode() -> None:
     """torch loads rules at the first use, with a deprecated function, and warns of itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        with torch.autograd.forward_ad.dual_level():
-            torch.autograd.forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+        with forward_ad.dual_level():
+            forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
 
 
 def _tokens(program: Jvp | Vjp) -> tuple[Spec, ...]:
@@ -178,9 +195,10 @@ def _restricted(
 
 
 def _forward_mode(jvp: Jvp, primals: Tensors, tangents: Tensors) -> list[torch.Tensor]:
-    restricted = _restricted(jvp, primals, functional=True)
-    with _NoGradStopsTangents():
-        return list(torch.func.jvp(restricted, pick(primals, jvp.wrt), tuple(tangents))[1])
+    active = map(leaf_of, pick(primals, jvp.wrt))
+    with _NoGradStopsTangents(), forward_ad.dual_level():
+        duals = map(forward_ad.make_dual, active, tangents)
+        return list(map(_tangent, _restricted(jvp, primals, functional=False)(*duals)))
 
 
 class _NoGradStopsTangents(TorchFunctionMode):
@@ -194,6 +212,15 @@ class _NoGradStopsTangents(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _tangent(y: torch.Tensor) -> torch.Tensor:
+    tangent = forward_ad.unpack_dual(y).tangent
+    if tangent is not None:
+        return tangent
+    if y.requires_grad:
+        raise NotImplementedError("an operator without a forward derivative dropped the tangents")
+    return torch.zeros_like(y)
+
+
 def _double_backward(jvp: Jvp, primals: Tensors, tangents: Tensors) -> list[torch.Tensor]:
     nested = _requires_grad([*primals, *tangents])
     active = [leaf_of(p) for p in pick(primals, jvp.wrt)]
@@ -201,6 +228,22 @@ def _double_backward(jvp: Jvp, primals: Tensors, tangents: Tensors) -> list[torc
     seeds = [torch.zeros_like(y).requires_grad_() for y in outputs]
     pulled = _grad(outputs, active, seeds, create_graph=True)
     return _grad(pulled, seeds, tangents, create_graph=nested)
+
+
+def _functional_forward_mode(jvp: Jvp, primals: Tensors, tangents: Tensors) -> list[torch.Tensor]:
+    restricted = _restricted(jvp, primals, functional=True)
+    with _NoGradStopsTangents():
+        return list(torch.func.jvp(restricted, pick(primals, jvp.wrt), tuple(tangents))[1])
+
+
+def _functional_double_backward(
+    jvp: Jvp, primals: Tensors, tangents: Tensors
+) -> list[torch.Tensor]:
+    restricted = _restricted(jvp, primals, functional=True)
+    outputs, pullback, *_ = torch.func.vjp(restricted, *pick(primals, jvp.wrt))
+    seeds = tuple(map(torch.zeros_like, outputs))
+    pushforward = torch.func.vjp(lambda *us: pullback(us), *seeds)[1]
+    return list(pushforward(tuple(tangents)))
 
 
 def _pullback(vjp: Vjp, primals: Tensors, cotangents: Tensors) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
+from weakref import WeakKeyDictionary
 
 from .._watch import untouched, Watch
 from .site import argument_name, Site
@@ -25,12 +26,14 @@ class Findings:
 
     Attributes:
         written: for each call site, the inputs that the function writes to.
-        forward_mode_fails: whether `torch.func.jvp` has failed where the double backward worked.
+        forward_mode: for each program that is computed in forward mode, whether torch can.
         batching_fails: whether `torch.func.vmap` has failed where a loop worked.
     """
 
     written: dict[Site, frozenset[int]] = dataclasses.field(default_factory=dict)
-    forward_mode_fails: bool = False
+    forward_mode: WeakKeyDictionary[Any, bool] = dataclasses.field(
+        default_factory=WeakKeyDictionary
+    )
     batching_fails: bool = False
 
 
