@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import re
 import threading
 
 import equinox as eqx
@@ -453,9 +454,40 @@ def test_no_derivative_is_torchs_message(getkey):
 
     x = random_array(getkey, (3,))
     f = torch2jax(lambda x: Once.apply(x))
+    loss = lambda x: (f(x) + x**3).sum()  # noqa: E731
+    assert_trees_equal(jax.grad(loss)(x), 2 * x + 3 * x**2)
+    g = torch2jax(lambda x: Once.apply(x) + x**3)
+    for derivative in (
+        lambda: jax.jvp(g, (x,), (x,)),
+        lambda: jax.jvp(jax.grad(lambda x: g(x).sum()), (x,), (x,)),
+        lambda: jax.grad(lambda x: jax.grad(lambda x: g(x).sum())(x).sum())(x),
+    ):
+        with pytest.raises(Exception, match="once_differentiable"):
+            jax.block_until_ready(derivative())
+
+
+def test_no_forward_mode_is_said(getkey):
+    class Numpy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return torch.from_numpy(np.square(x.detach().numpy()))
+
+        @staticmethod
+        def backward(ctx, g):
+            return torch.from_numpy(2 * ctx.saved_tensors[0].detach().numpy() * g.detach().numpy())
+
+    x = random_array(getkey, (3,))
+    f = torch2jax(lambda x: Numpy.apply(x), output_shapes=x)
     assert_trees_equal(jax.grad(lambda x: f(x).sum())(x), 2 * x)
-    with pytest.raises(Exception, match="once_differentiable"):
-        jax.block_until_ready(jax.hessian(lambda x: f(x).sum())(x))
+    message = (
+        "`<lambda>` cannot be differentiated in forward mode: it has no forward derivative in "
+        "torch, and its backward is computed outside of autograd (on detached tensors or by "
+        "NumPy), so torch cannot differentiate that instead. Use reverse mode (`jax.grad`, "
+        "`jax.vjp`, `jax.jacrev`), or give the `torch.autograd.Function` a `jvp`."
+    )
+    with pytest.raises(Exception, match=re.escape(message)):
+        jax.block_until_ready(jax.jvp(f, (x,), (x,)))
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from .._compat import cached_weakly, set_forward_grad_enabled, set_grad_enabled
+from .._errors import EqxTorchError
 from .base import Derived, Indices, pick, Program, replaced, Spec, Tensors, TOKEN
 from .tape import Tape, TAPES
 
@@ -225,8 +226,11 @@ def _double_backward(jvp: Jvp, primals: Tensors, tangents: Tensors) -> list[torc
     nested = _requires_grad([*primals, *tangents])
     active = [leaf_of(p) for p in pick(primals, jvp.wrt)]
     outputs = _restricted(jvp, primals, functional=False)(*active)
-    seeds = [torch.zeros_like(y).requires_grad_() for y in outputs]
+    seeds = [torch.ones_like(y).requires_grad_() for y in outputs]
     pulled = _grad(outputs, active, seeds, create_graph=True)
+    _refuse_errors(pulled)
+    if not _requires_grad(pulled) and any(map(torch.any, pulled)):
+        raise EqxTorchError(_NO_TANGENT.format(name=jvp.leaf.name))
     return _grad(pulled, seeds, tangents, create_graph=nested)
 
 
@@ -246,10 +250,23 @@ def _functional_double_backward(
     return list(pushforward(tuple(tangents)))
 
 
+_NO_TANGENT = (
+    "`{name}` cannot be differentiated in forward mode: it has no forward derivative in torch, and "
+    "its backward is computed outside of autograd (on detached tensors or by NumPy), so torch "
+    "cannot differentiate that instead. Use reverse mode (`jax.grad`, `jax.vjp`, `jax.jacrev`), or "
+    "give the `torch.autograd.Function` a `jvp`."
+)
+
+
 def _pullback(vjp: Vjp, primals: Tensors, cotangents: Tensors) -> list[torch.Tensor]:
     nested = _requires_grad([*primals, *cotangents])
     active = [leaf_of(p) for p in pick(primals, vjp.wrt)]
     outputs = _restricted(vjp, primals, functional=False)(*active)
+    if vjp.inner.order:
+        _refuse_errors(outputs)
+    if nested:
+        # Only then does torch put in the nodes that `_refuse_errors` looks for.
+        cotangents = [u if u.requires_grad else u.detach().requires_grad_() for u in cotangents]
     return _grad(outputs, active, cotangents, create_graph=nested)
 
 
@@ -305,6 +322,24 @@ def gradients(
         materialize_grads=True,
     )
     return list(grads)
+
+
+def _refuse_errors(outputs: Tensors) -> None:
+    """Raises what torch has to say about a pullback that has no derivative.
+
+    torch puts a node that raises behind its outputs. Since that node leads to no input,
+    `torch.autograd.grad` would pass it by and take the derivative to be zero.
+    """
+    seen = set()
+    pending: list[Any] = [y.grad_fn for y in outputs]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::Error":
+            node(torch.zeros(()))
+        pending.extend(behind for behind, _ in node.next_functions)
 
 
 def _conj(x: torch.Tensor) -> torch.Tensor:
