@@ -96,4 +96,5 @@ def test_main_prints_one_table_and_draws(monkeypatch, tmp_path, capsys):
 
 def test_smoothing_keeps_exponential_decay():
     losses = list(np.exp(-0.1 * np.arange(50)))
-    assert_trees_equal(digits.smoothed(losses), np.array(losses))
+    inner = slice(0, -10)  # at the end there are no steps on the other side
+    assert_trees_equal(digits.smoothed(losses)[inner], np.array(losses)[inner])

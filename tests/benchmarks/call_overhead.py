@@ -43,24 +43,26 @@ def first_plus_one(*xs: torch.Tensor) -> torch.Tensor:
 
 
 def measure(rounds: int, calls: int) -> dict[str, list[float]]:
-    """Microseconds a call of each case: one number a round, the cases taking turns."""
+    """Microseconds of each call; the cases take turns, `calls` at a time."""
     named = cases()
     for function, arrays in named.values():
-        for _ in range(3):  # compiles; the first runs of torch.add look for writes
+        for _ in range(3):  # compiles; the first runs look for writes
             jax.block_until_ready(function(*arrays))
     times: dict[str, list[float]] = {name: [] for name in named}
     for _ in range(rounds):
         for name, (function, arrays) in named.items():
-            times[name].append(one_round(function, arrays, calls))
+            times[name].extend(one_call(function, arrays) for _ in range(calls))
     return times
 
 
-def one_round(function: Callable[..., Any], arrays: list[jax.Array], calls: int) -> float:
-    """Microseconds a call, each waited for."""
-    start = time.perf_counter()
-    for _ in range(calls):
-        function(*arrays).block_until_ready()
-    return 1e6 * (time.perf_counter() - start) / calls
+def one_call(function: Callable[..., Any], arrays: list[jax.Array]) -> float:
+    """Microseconds until the result is there.
+
+    Calls are timed one by one, so that on a busy machine only those are slow that are interrupted.
+    """
+    start = time.perf_counter_ns()
+    function(*arrays).block_until_ready()
+    return (time.perf_counter_ns() - start) / 1000
 
 
 def summary(times: dict[str, list[float]]) -> dict[str, Any]:
