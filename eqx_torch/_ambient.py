@@ -7,13 +7,15 @@ when JAX traces the call, are part of the traced program, and are in force whene
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import is_grad_enabled as grad_enabled, is_inference_mode_enabled as inference_mode
 
-from ._compat import torch_function_modes
+from ._compat import any_autocast, torch_function_modes
 
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
@@ -36,11 +38,13 @@ class Ambient:
 
     @staticmethod
     def neutral() -> contextlib.AbstractContextManager[Any]:
-        """A context in which nothing is set but the process's default dtype.
+        """A context in which nothing is set but the process's default dtype."""
+        return Ambient(_NO_AUTOCAST, torch.get_default_dtype(), None).in_force()
 
-        XLA may run torch in the user's thread, whose settings are those of the moment.
-        """
-        return Ambient((None,) * len(_AUTOCAST_DEVICES), torch.get_default_dtype(), None).in_force()
+    @functools.cached_property
+    def is_neutral(self) -> bool:
+        """Whether nothing is set but the default dtype."""
+        return self.autocast == _NO_AUTOCAST and self.default_device is None
 
     def in_force(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which these settings hold, whichever thread enters it."""
@@ -69,6 +73,15 @@ class Ambient:
                     stack.enter_context(on)
             stack.enter_context(_DEFAULT_DTYPE.held(self.default_dtype))
             yield
+
+
+def in_neutral_thread() -> bool:
+    """Whether the calling thread has no settings of its own.
+
+    XLA's threads have none. But XLA may run torch in the user's thread, whose settings are those
+    of the moment.
+    """
+    return grad_enabled() and not (any_autocast() or torch_function_modes() or inference_mode())
 
 
 def _autocast_dtype(kind: str) -> torch.dtype | None:

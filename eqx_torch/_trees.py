@@ -13,6 +13,7 @@ stands for it, which becomes the object again when torch sees it.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -140,8 +141,36 @@ class Structure:
         ]
         return jtu.tree_unflatten(self.treedef, nodes)
 
+    def leaves_of(self, tree: Any) -> list[Any] | None:
+        """The leaves of a tree of this structure, if that is quickly seen; None says nothing."""
+        leaves: list[Any] = [None] * self.num_leaves
+        return leaves if _filled(leaves, self._template, tree) else None
+
+    @functools.cached_property
+    def _template(self) -> Any:
+        return self.unflatten(range(self.num_leaves)) if self.foreign is None else None
+
     def __str__(self) -> str:
         return str(self.in_jax([_Star()] * self.num_leaves))
+
+
+def _filled(leaves: list[Any], template: Any, tree: Any) -> bool:
+    """Puts the tensors of a tree of builtin containers into the places that a template has."""
+    if type(template) is int:
+        leaves[template] = tree
+        return isinstance(tree, torch.Tensor)
+    kind = type(template)
+    if type(tree) is not kind:
+        return False
+    if kind is tuple or kind is list:
+        if len(tree) != len(template):
+            return False
+        return all(map(_filled, itertools.repeat(leaves), template, tree))
+    if kind is dict:
+        return tree.keys() == template.keys() and all(
+            _filled(leaves, template[key], tree[key]) for key in template
+        )
+    return False
 
 
 class _Star:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
-from .._ambient import Ambient
+from .._ambient import Ambient, in_neutral_thread
+from .._compat import from_dlpack
 from .._program import Program, write_error
 from .streams import on_stream
 
@@ -22,32 +22,43 @@ def callback(program: Program, platform: str) -> Callable[..., tuple[()]]:
 
     It takes XLA's execution context, a buffer for each input and then one for each output.
     """
-    count = len(program.ins)
-    lock = program.leaf.function.lock
+    function = program.leaf.function
+    stream = contextlib.nullcontext if platform == "cpu" else on_stream
 
     def run(context: Any, *buffers: Any) -> tuple[()]:
-        del context
-        with Ambient.neutral():
-            tensors = [from_dlpack(b.__dlpack__()) for b in buffers]
-            _evaluate(program, tensors[:count], tensors[count:])
+        tensors = [from_dlpack(b.__dlpack__()) for b in buffers]
+        if in_neutral_thread():
+            evaluate(tensors)
+        else:
+            with Ambient.neutral():
+                evaluate(tensors)
         return ()
 
     def run_guarded(context: Any, *buffers: Any) -> tuple[()]:
-        stream = contextlib.nullcontext() if platform == "cpu" else on_stream(context)
-        with stream, lock or contextlib.nullcontext():
+        with stream(context), function.lock or contextlib.nullcontext():
             return run(context, *buffers)
 
+    evaluate = _evaluator(program)
     # Contexts with nothing in them would be a twentieth of what a call costs.
-    return run if platform == "cpu" and lock is None else run_guarded
+    return run if platform == "cpu" and function.lock is None else run_guarded
 
 
-def _evaluate(program: Program, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-    try:
-        results = program.run(inputs, functional=False)
-        for output, result in zip(outputs, results, strict=True):
-            output.copy_(result.detach() if result.requires_grad else result)
-    finally:
-        program.leaf.function.release()
-    written = [i for i, x in enumerate(inputs) if x._version]
-    if written:
-        raise write_error(program.leaf, tuple(written))
+def _evaluator(program: Program) -> Callable[[list[torch.Tensor]], None]:
+    """The function that evaluates a program on its inputs, into the outputs that follow them."""
+    count = len(program.ins)
+    release = program.leaf.function.release
+    run = program.run
+
+    def evaluate(tensors: list[torch.Tensor]) -> None:
+        inputs = tensors[:count]
+        try:
+            for i, result in enumerate(run(inputs, False), count):
+                tensors[i].copy_(result.detach() if result.requires_grad else result)
+        finally:
+            release()
+        for x in inputs:
+            if x._version:
+                written = [i for i, x in enumerate(inputs) if x._version]
+                raise write_error(program.leaf, tuple(written))
+
+    return evaluate

@@ -102,14 +102,21 @@ class Leaf(Program):
         return results
 
     def _apply(self, tensors: list[torch.Tensor], functional: bool) -> list[torch.Tensor]:
-        args, kwargs = self.site.arguments(tensors)
-        with self.site.ambient.in_force():
+        site = self.site
+        args, kwargs = site.arguments(tensors)
+        # The runtime has made the thread neutral.
+        if site.ambient.is_neutral and torch.get_default_dtype() is site.ambient.default_dtype:
+            return self._checked(self.function.call(args, kwargs, functional=functional))
+        with site.ambient.in_force():
             result = self.function.call(args, kwargs, functional=functional)
         return self._checked(result)
 
     def _checked(self, result: Any) -> list[torch.Tensor]:
         if self._single and isinstance(result, torch.Tensor):
             return [self._checked_leaf(0, result)]
+        results = self.structure.leaves_of(result)
+        if results is not None:
+            return [self._checked_leaf(i, r) for i, r in enumerate(results)]
         results, structure = flatten(result)
         if structure != self.structure:
             results, plain = flatten(as_declared(result, self.structure))

@@ -27,6 +27,13 @@ class Site:
     restored: tuple[torch.dtype | None, ...]
     ambient: Ambient
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.structure, self.statics, self.restored, self.ambient))
+
     def arguments(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         """The arguments, with these arrays in their places."""
         if self._positional:
