@@ -218,13 +218,13 @@ def test_a_module_with_checkers_under_shards(getkey):
 
     @eqx.filter_jit
     @eqx.filter_value_and_grad(has_aux=True)
-    def step(model, x, y):
-        (out, losses), _ = model(x, y, state=state)
-        return losses.mean(), out
+    def step(model, state, x, y):
+        (out, losses), state = model(x, y, state=state)
+        return losses.mean(), (out, state)
 
-    compiled = step.lower(evaluated, SHARDED, labels).compile()
+    compiled = step.lower(evaluated, state, SHARDED, labels).compile()
     assert RUNS == []
-    (loss, out), grads = compiled(evaluated, SHARDED, labels)
+    (loss, (out, state)), grads = compiled(evaluated, state, SHARDED, labels)
     assert set(RUNS) == {(2, 3)}
     expected_out, expected_losses = reference(evaluated, X, y)
     assert_trees_equal(out, expected_out, rtol=1e-5)
@@ -235,7 +235,7 @@ def test_a_module_with_checkers_under_shards(getkey):
     assert out.shape == (16, 4)
     assert new_state.get(model.buffers)["norm.running_mean"].shape == (4,)
     with pytest.raises(ShapeError, match="^Classifier.forward: argument `y`(.|\n)*must be 16"):
-        model(SHARDED, labels[:8], state=state)
+        model(SHARDED, put(y[:8], MESH, "x"), state=new_state)
 
 
 def test_a_module_inside_shard_map_speaks_of_the_shard(getkey):
