@@ -17,6 +17,7 @@ from ._compat import torch_function_modes
 
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
+_NO_AUTOCAST = (None, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,14 @@ class Ambient:
         """The settings of the calling thread."""
         device = torch.get_default_device() if torch_function_modes() else None
         return Ambient(_autocast(), torch.get_default_dtype(), device)
+
+    @staticmethod
+    def neutral() -> contextlib.AbstractContextManager[Any]:
+        """A context in which nothing is set but the process's default dtype.
+
+        XLA may run torch in the user's thread, whose settings are those of the moment.
+        """
+        return Ambient((None,) * len(_AUTOCAST_DEVICES), torch.get_default_dtype(), None).in_force()
 
     def in_force(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which these settings hold, whichever thread enters it."""
@@ -67,6 +76,9 @@ def _autocast_dtype(kind: str) -> torch.dtype | None:
 
 
 def _autocast() -> tuple[torch.dtype | None, ...]:
+    # Every call asks, and almost always it is off.
+    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+        return _NO_AUTOCAST
     return tuple(map(_autocast_dtype, _AUTOCAST_DEVICES))
 
 

@@ -11,10 +11,12 @@ import jax
 import jax.core
 import numpy as np
 
+# `register_cache` is how JAX's own caches are emptied by `jax.clear_caches()`; the graphs that
+# forwards have recorded are one more.
 # JAX's tracing caches own the parameters of a primitive (up to 2048 entries) unless their type is
 # in this set, which holds them by weak reference, as JAX does with jaxprs. Without it the caches
 # would keep the torch functions and modules alive that the user has dropped.
-from jax._src.util import weakref_cache_key_types as _weakly_cached_types
+from jax._src.util import register_cache, weakref_cache_key_types as _weakly_cached_types
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -23,6 +25,9 @@ from torch._C import (
     # The number of active function modes (`torch.set_default_device` is one) is read on every
     # call; the public `torch.get_default_device` costs 3 us, this 0.05 us.
     _len_torch_function_stack as torch_function_modes,
+    # `torch.no_grad` and its kin all call the first; no public name switches forward mode off.
+    _set_fwd_grad_enabled as set_forward_grad_enabled,
+    _set_grad_enabled as set_grad_enabled,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
@@ -34,7 +39,14 @@ from torch.utils._python_dispatch import (
 )
 
 
-__all__ = ["FakeTensorMode", "TorchDispatchMode", "torch_function_modes", "without_modes"]
+__all__ = [
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "set_forward_grad_enabled",
+    "set_grad_enabled",
+    "torch_function_modes",
+    "without_modes",
+]
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -51,6 +63,24 @@ def cached_weakly(cls: _Class) -> _Class:
     """Class decorator: JAX's caches hold the instances of `cls` weakly."""
     _weakly_cached_types.add(cls)
     return cls
+
+
+class _ClearedCache:
+    """What JAX asks of a cache that it clears."""
+
+    def __init__(self, clear: Callable[[], None]) -> None:
+        self.cache_clear = clear
+
+    def cache_info(self) -> None:
+        return None
+
+    def cache_keys(self) -> list[Any]:
+        return []
+
+
+def on_clear_caches(clear: Callable[[], None]) -> None:
+    """Calls `clear` at `jax.clear_caches()`."""
+    register_cache(_ClearedCache(clear), "eqx_torch")
 
 
 def callback_target(platform: str) -> str | None:

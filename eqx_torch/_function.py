@@ -12,7 +12,7 @@ from ._annotations import read_signature_for, unchecked
 from ._errors import InputError
 from ._examples import Examples
 from ._invoke import Arguments, invoke
-from ._program import Compiled, Lock, PROCESS_LOCK, TorchFunction, VmapMethod
+from ._program import Compiled, Lock, PROCESS_LOCK, Residuals, TorchFunction, VmapMethod
 from ._shapes import Declaration, Inference, OutputShapes
 from ._trees import flatten
 
@@ -31,6 +31,7 @@ def torch2jax(
     nondiff_argnums: int | Sequence[int] | None = None,
     nondiff_mask: Any = None,
     vmap_method: VmapMethod = "torch",
+    residuals: Residuals = "tape",
     signature: Callable[..., Any] | None = None,
     output_sharding_spec: Any = None,
 ) -> Callable[..., Any]:
@@ -67,6 +68,9 @@ def torch2jax(
         those that derivatives leave out.
     - `vmap_method`: how `jax.vmap` calls `fn`. `"torch"`: one call under `torch.func.vmap`, or a
         loop where that fails. `"sequential"`, `"broadcast_all"`, `"expand_dims"` as in `jax.ffi`.
+    - `residuals`: `"tape"` to keep the graph of a forward for its backward, as torch does (on a
+        GPU and across `jax.vmap` backwards recompute); `"recompute"` to always run the forward
+        again in the backward, which needs less memory.
     - `signature`: an annotated function (a stub will do) whose jaxtyping annotations to use in
         place of those of `fn`. If its first argument is named `self`, that is the module or
         object whose method `fn` is.
@@ -101,7 +105,7 @@ def torch2jax(
             f"`torch2jax` takes a function of torch tensors, but got {fn!r} of type "
             f"{type(fn).__name__}."
         )
-    check_options(depth, vmap_method)
+    check_options(depth, vmap_method, residuals)
     annotated = read_signature_for(fn, signature, result=output_shapes is None)
     compiled = Compiled()
     function = TorchFunction(
@@ -110,6 +114,7 @@ def torch2jax(
         lock=lock_of(lock),
         depth=depth,
         vmap_method=vmap_method,
+        residuals=residuals,
         compiled=compiled,
     )
     examples = Examples.of(function.name, example_args, example_kw)
@@ -204,7 +209,7 @@ def lock_of(lock: bool | Lock | None) -> Lock | None:
     return lock
 
 
-def check_options(depth: Any, vmap_method: Any) -> None:
+def check_options(depth: Any, vmap_method: Any, residuals: Any) -> None:
     """Raises for options that no wrapped function can have."""
     if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 0):
         raise InputError(
@@ -212,3 +217,5 @@ def check_options(depth: Any, vmap_method: Any) -> None:
         )
     if vmap_method not in _VMAP_METHODS:
         raise InputError(f"`vmap_method={vmap_method!r}`: pass one of {', '.join(_VMAP_METHODS)}.")
+    if residuals not in ("tape", "recompute"):
+        raise InputError(f'`residuals={residuals!r}`: pass "tape" or "recompute".')

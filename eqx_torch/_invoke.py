@@ -142,7 +142,7 @@ def invoke(
         results = call(leaf, *arrays)
     else:
         results = _sharded(leaf, split, out_specs, per_shard or PerShard(), arrays)
-    return outputs.structure.unflatten(results)
+    return outputs.structure.in_jax(results)
 
 
 def _sharded(
@@ -167,7 +167,10 @@ def _sharded(
 
 
 def _as_jax(x: Any) -> Any:
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+    if isinstance(x, jax.Array):
+        return x
+    dtype_j2t(x.dtype)
+    return jnp.asarray(x)
 
 
 def _checked_spec(x: Any) -> Spec:

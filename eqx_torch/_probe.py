@@ -20,7 +20,7 @@ from ._dtypes import canonical_dtype, dtype_j2t
 from ._errors import EqxTorchError, OutputError, ShapeError
 from ._program import not_a_tensor, Site, Spec, TorchFunction
 from ._trees import flatten, leaf_paths, Structure
-from ._watch import Watch
+from ._watch import Exposure, Watch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +70,11 @@ def _run(
     function: TorchFunction,
     site: Site,
     in_specs: Sequence[Spec],
-    tensors: Callable[[], contextlib.AbstractContextManager[None]],
+    tensors: Callable[[], contextlib.AbstractContextManager[Exposure]],
     source: str,
 ) -> Outputs:
     watch = Watch()
-    with site.ambient.in_force(), _eager(), function.trial(watch) as trial, tensors():
+    with site.ambient.in_force(), _eager(), function.trial(watch) as trial, tensors() as exposure:
         inputs = [_empty(spec, dtype) for spec, dtype in zip(in_specs, site.restored, strict=True)]
         args, kwargs = site.arguments(inputs)
         try:
@@ -83,7 +83,7 @@ def _run(
         finally:
             watch.undo()
     outputs = _outputs(function.name, result, source)
-    written = frozenset(i for i, x in enumerate(inputs) if watch.wrote(x))
+    written = frozenset(i for i, x in enumerate(inputs) if watch.wrote(x) or exposure.exposed(x))
     function.learn(site, written, watch)
     return outputs
 
@@ -107,15 +107,15 @@ def _device() -> torch.device:
 
 
 @contextlib.contextmanager
-def _fake_tensors() -> Iterator[None]:
+def _fake_tensors() -> Iterator[Exposure]:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        yield
+        yield Exposure()
 
 
 @contextlib.contextmanager
-def _real_tensors() -> Iterator[None]:
-    with torch.random.fork_rng():
-        yield
+def _real_tensors() -> Iterator[Exposure]:
+    with torch.random.fork_rng(), Exposure() as exposure:
+        yield exposure
 
 
 def _eager() -> contextlib.AbstractContextManager[Any]:

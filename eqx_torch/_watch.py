@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ._compat import TorchDispatchMode, without_modes
 
@@ -23,10 +24,18 @@ from ._compat import TorchDispatchMode, without_modes
 _SILENT_WRITERS = frozenset(
     ["aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"]
 )
-# Operators such as attention take a dropout probability, and draw nothing where it is zero.
-_PROBABILITIES = ("p", "dropout_p", "dropout")
-_TRAINING_FLAGS = ("train", "training")
 _STATISTICS = ("running_mean", "running_var")
+# Operators that may draw random numbers do not where one of these arguments is zero or False.
+_SWITCHES = frozenset(["dropout", "dropout_p", "train", "training"])
+
+_EXPOSING = (
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.data_ptr,
+    torch.Tensor.storage,
+    torch.Tensor.untyped_storage,
+)
 
 _Cached = type(functools.lru_cache(lambda: None))
 _OPAQUE = (type, types.ModuleType, str, int, float, complex, bytes)
@@ -63,8 +72,9 @@ class Watch(TorchDispatchMode):
 
     def undo(self) -> None:
         """Puts back the contents of all memory that was written to."""
-        for storage, before in self._before:
-            storage.copy_(before)
+        with without_modes():
+            for storage, before in self._before:
+                storage.copy_(before)
 
     def _note(self, tensor: torch.Tensor) -> None:
         key = _storage_key(tensor)
@@ -75,6 +85,25 @@ class Watch(TorchDispatchMode):
         if storage.device.type != "meta":
             with without_modes():
                 self._before.append((storage, storage.clone()))
+
+
+class Exposure(TorchFunctionMode):
+    """Sees which tensors give away their memory, where writes to it cannot be seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._keys: set[int] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _EXPOSING:
+            self._keys.add(_storage_key(args[0]))
+        return func(*args, **(kwargs or {}))
+
+    def exposed(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of this tensor may have been written to from outside of torch."""
+        return _storage_key(tensor) in self._keys
 
 
 class Draws(TorchDispatchMode):
@@ -204,10 +233,24 @@ def _empty_if_used(cached: Any, before: Any) -> None:
         cached.cache_clear()
 
 
+def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operator draws random numbers with these arguments."""
+    return torch.Tag.nondeterministic_seeded in func.tags and not any(
+        argument.name in _SWITCHES and isinstance(value, bool | int | float) and not value
+        for argument, value in _bound(func, args, kwargs)
+    )
+
+
+def _bound(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Each argument of an operator with its value."""
+    for i, argument in enumerate(func._schema.arguments):
+        default = argument.default_value
+        yield argument, args[i] if i < len(args) else kwargs.get(argument.name, default)
+
+
 def _written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     silent = func.name() in _SILENT_WRITERS
-    for i, argument in enumerate(func._schema.arguments):
-        value = kwargs.get(argument.name) if i >= len(args) else args[i]
+    for argument, value in _bound(func, args, kwargs):
         alias = argument.alias_info
         writes = alias is not None and alias.is_write
         if silent and argument.name in _STATISTICS:
@@ -216,18 +259,6 @@ def _written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.
             continue
         values = value if isinstance(value, list | tuple) else [value]
         yield from (v for v in values if isinstance(v, torch.Tensor))
-
-
-def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operator draws random numbers with these arguments."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    names = [a.name for a in func._schema.arguments]
-    # The dispatcher leaves out arguments that have their default.
-    named = {a.name: a.default_value for a in func._schema.arguments}
-    named |= dict(zip(names, args, strict=False)) | kwargs
-    off = any(named.get(name) == 0 for name in _PROBABILITIES)
-    return not off and not any(named.get(name) is False for name in _TRAINING_FLAGS)
 
 
 def _storage_key(tensor: torch.Tensor) -> int:

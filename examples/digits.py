@@ -229,10 +229,12 @@ def draw(records: dict[str, Record], path: Path) -> None:
 
 
 def smoothed(losses: list[float], radius: int = 10) -> Float[np.ndarray, " steps"]:
-    """The geometric mean over each step and up to `radius` steps on both sides."""
+    """The geometric mean over each step and `radius` steps on both sides, as far as there are any.
+
+    At the beginning, where the losses fall steeply, the window stays symmetric.
+    """
     logs = np.log(losses)
-    last = len(logs) - 1
-    radii = [min(i, last - i, radius) for i in range(len(logs))]
+    radii = [min(i, radius) for i in range(len(logs))]
     return np.exp([logs[i - r : i + r + 1].mean() for i, r in enumerate(radii)])
 
 

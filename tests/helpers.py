@@ -70,7 +70,9 @@ def to_numpy(value) -> np.ndarray:
 
 def _tensor_to_numpy(tensor: torch.Tensor) -> np.ndarray:
     dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    # A clone's strides are those of its shape, which a view as bytes asks for.
+    values = tensor.detach().cpu().resolve_conj().resolve_neg()
+    flat = values.clone(memory_format=torch.contiguous_format).view(-1)
     return flat.view(torch.uint8).numpy().view(dtype).reshape(tuple(tensor.shape))
 
 

@@ -1,5 +1,6 @@
 """torch's database of operators, each as a torch function and as a JAX function."""
 
+import copy
 import itertools
 import re
 import warnings
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from eqx_torch import dtype_j2t, t2j, torch2jax
 from eqx_torch._dtypes import canonical_dtype, is_inexact
+from eqx_torch._watch import Watch
 
 
 OPERATORS: dict[str, OpInfo] = {op.full_name: op for op in op_db}
@@ -32,12 +34,14 @@ class Case:
     operators draw the same numbers on every call.
 
     Attributes:
+        name: of the operator.
         tensors: the tensors among the arguments.
         active: which of these are differentiated by.
     """
 
     def __init__(self, op: OpInfo, sample: Any) -> None:
         call = (sample.input, *sample.args), sample.kwargs
+        self.name = op.full_name
         self._op = op
         self._determined = sample.output_process_fn_grad
         self._leaves, self._treedef = jax.tree.flatten(call)
@@ -64,10 +68,12 @@ class Case:
         args, kwargs = self._call(x.clone() for x in tensors)
         return function(*args, **kwargs)
 
-    def as_jax(self, function: Callable[..., Any], **options: Any) -> Callable[[Any], Any]:
+    def as_jax(
+        self, function: Callable[..., Any], output_shapes: Any = None
+    ) -> Callable[[Any], Any]:
         """A method above as a JAX function of a list of arrays."""
         args, kwargs = self._call(self.tensors)
-        wrapped = torch2jax(function, *args, example_kw=kwargs, **options)
+        wrapped = torch2jax(function, *args, example_kw=kwargs, output_shapes=output_shapes)
 
         def on_arrays(arrays: Sequence[Any]) -> Any:
             args, kwargs = self._call(arrays)
@@ -78,6 +84,28 @@ class Case:
     def arrays(self) -> list[jax.Array]:
         """The tensors as JAX arrays, in memory of their own."""
         return [t2j(x.clone()) for x in self.tensors]
+
+    def scaled(self, factor: float) -> "Case":
+        """The same with another first tensor, if that is inexact."""
+        other = copy.copy(self)
+        first, *rest = self.tensors
+        other.tensors = [(first * factor).to(first.dtype) if _has_products(first) else first, *rest]
+        return other
+
+    def is_random(self) -> bool:
+        """Whether the operator draws random numbers."""
+        with Watch() as watch:
+            self.outputs(self.run)
+        return bool(watch.random)
+
+    @property
+    def active_tensors(self) -> list[torch.Tensor]:
+        """Those that are differentiated by."""
+        return self.pick_active(self.tensors)
+
+    def pick_active(self, arrays: Sequence[Any]) -> list[Any]:
+        """Of these, those in the places that are differentiated by."""
+        return [arrays[i] for i in self.active]
 
     def with_active(self, arrays: Sequence[Any], active: Sequence[Any]) -> list[Any]:
         """Arrays, with others in the places that are differentiated by."""
@@ -95,7 +123,7 @@ class Case:
         return _quietly(lambda: self._gradients(cotangents))
 
     def _gradients(self, cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        active = [self.tensors[i].clone().requires_grad_() for i in self.active]
+        active = [x.clone().requires_grad_() for x in self.active_tensors]
         inputs = self.with_active(self.tensors, active)
         outputs = inexact_leaves(self.on_tensors(self.run_differentiable, inputs))
         pairs = [(y, u.to(y.dtype).conj()) for y, u in zip(outputs, cotangents, strict=True)]
@@ -133,6 +161,11 @@ def inexact_leaves(tree: Any) -> list[Any]:
     return [x for x in tree_leaves(tree) if is_inexact(x.dtype)]
 
 
+def differentiable_cases(name: str) -> list[Case]:
+    """Those that have something to differentiate by."""
+    return [case for case in cases(name) if case.active]
+
+
 def normal_like(values: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
     """Normally distributed tensors, with the dtypes that these have in JAX."""
     generator = torch.Generator().manual_seed(seed)
@@ -152,6 +185,10 @@ def _quietly(function: Callable[[], Any]) -> Any:
     for warning in caught:
         warnings.filterwarnings("ignore", re.escape(str(warning.message)), warning.category)
     return result
+
+
+def _has_products(x: torch.Tensor) -> bool:
+    return x.is_complex() or (x.is_floating_point() and x.element_size() > 1)
 
 
 def _contiguous(x: torch.Tensor) -> torch.Tensor:

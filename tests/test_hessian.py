@@ -48,6 +48,6 @@ def test_holomorphic_jacobian(getkey, mode):
     twin = TWINS["complex"]
     z, w = twin.args(getkey)
     actual, expected = (
-        mode(lambda z: f(z, w), holomorphic=True)(z) for f in (twin.wrapped, twin.jax)
+        mode(lambda z, f=f: f(z, w), holomorphic=True)(z) for f in (twin.wrapped, twin.jax)
     )
     assert_trees_equal(actual, expected)

@@ -10,6 +10,7 @@ for cotangents u of dy, the cotangents of dx are A(x)^T u, which is the pullback
 programs again, so derivatives of any order follow from these two rules.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from .._errors import DepthError
-from .._program import adjoint, differential, Program
+from .._program import adjoint, differential, Jvp, Program, Record, Vjp
 from .primitive import call
 
 
@@ -26,22 +27,39 @@ def jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, program: Program
 ) -> tuple[list[Any], list[Any]]:
     """The outputs and their tangents."""
-    outs = call(program, *primals)
-    zeros = [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in outs]
     active = tuple(
         i
         for i, (spec, t) in enumerate(zip(program.ins, tangents, strict=True))
         if spec.differentiable and type(t) is not ad.Zero
     )
+    token: list[Any] = []
     if not active:
-        return outs, zeros
-    tangent_map, residuals, of = differential(program, active)
+        outs = call(program, *primals)
+    elif _is_recorded(program):
+        *outs, kept = call(Record(program, active), *primals)
+        token = [kept]
+    else:
+        outs = call(program, *primals)
+    out_tangents: list[Any] = [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in outs]
+    if not active:
+        return outs, out_tangents
+    tangent_map, residuals, of = differential(program, active, taped=bool(token))
     _check_depth(tangent_map)
-    arguments = [primals[i] for i in residuals] + [tangents[i] for i in active]
-    out_tangents: list[Any] = zeros
+    arguments = [*(primals[i] for i in residuals), *token, *(tangents[i] for i in active)]
     for i, tangent in zip(of, call(tangent_map, *arguments), strict=True):
         out_tangents[i] = tangent
     return outs, out_tangents
+
+
+def _is_recorded(program: Program) -> bool:
+    """Whether to keep the graph: of a first derivative, of which the backward is known to follow.
+
+    Backwards of higher order recompute.
+    """
+    function = program.leaf.function
+    if function.residuals != "tape" or function.depth == 0 or program.order > 0:
+        return False
+    return not isinstance(program, Record) and bool(program.inexact_outs)
 
 
 def transpose(cotangents: Sequence[Any], *primals: Any, program: Program) -> list[Any]:
@@ -57,6 +75,25 @@ def transpose(cotangents: Sequence[Any], *primals: Any, program: Program) -> lis
     for i, cotangent in zip(wrt, call(pullback, *arguments), strict=True):
         out[i] = cotangent
     return out
+
+
+def dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """Computes no more than is used: no graph without its token, no derivative for nobody."""
+    program = eqn.params["program"]
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    kept = tuple(i for i, u in enumerate(used) if u)
+    if isinstance(program, Record) and not used[-1]:
+        program, kept = program.inner, tuple(range(len(program.inner.outs)))
+    elif isinstance(program, Jvp):
+        program = dataclasses.replace(program, of=tuple(program.of[i] for i in kept))
+    elif isinstance(program, Vjp):
+        program = dataclasses.replace(program, wrt=tuple(program.wrt[i] for i in kept))
+    else:
+        kept = tuple(range(len(used)))
+    outvars = [eqn.outvars[i] for i in kept]
+    new = eqn.replace(params=dict(eqn.params, program=program), outvars=outvars)
+    return [True] * len(eqn.invars), new
 
 
 def _defined(primal: Any) -> Any:

@@ -10,22 +10,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._program import Program, Vmap
+from .._program import Program, Record, TOKEN, untaped, Vmap
 from .._sharding import batch_axes, over_batch_shards
 from .primitive import call
 
 
 def batch(
     arrays: Sequence[Any], dims: Sequence[int | None], *, program: Program
-) -> tuple[list[Any], list[int]]:
-    """The batched outputs, all with their batch axis first."""
+) -> tuple[list[Any], list[int | None]]:
+    """The batched outputs, with their batch axis first. Graphs are not recorded across a batch."""
+    base, kept = untaped(program)
+    arrays, dims = [arrays[i] for i in kept], [dims[i] for i in kept]
     axes = batch_axes(arrays, dims)
     if axes is None:
-        outs = _batched(program, arrays, dims)
+        outs = _batched(base, arrays, dims)
     else:
-        local = lambda *xs: _batched(program, xs, dims)  # noqa: E731
+        local = lambda *xs: _batched(base, xs, dims)  # noqa: E731
         outs = over_batch_shards(local, axes, arrays, dims)
-    return outs, [0] * len(outs)
+    out_dims: list[int | None] = [0] * len(outs)
+    if isinstance(program, Record):
+        return [*outs, jnp.zeros(TOKEN.shape, TOKEN.dtype)], [*out_dims, None]
+    return outs, out_dims
 
 
 def _batched(program: Program, arrays: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from .._ambient import Ambient
 from .._program import Program, write_error
 from .streams import on_stream
 
@@ -22,16 +23,22 @@ def callback(program: Program, platform: str) -> Callable[..., tuple[()]]:
     It takes XLA's execution context, a buffer for each input and then one for each output.
     """
     count = len(program.ins)
-    lock = program.leaf.function.lock or contextlib.nullcontext()
-    stream = contextlib.nullcontext if platform == "cpu" else on_stream
+    lock = program.leaf.function.lock
 
     def run(context: Any, *buffers: Any) -> tuple[()]:
-        with stream(context), lock:
+        del context
+        with Ambient.neutral():
             tensors = [from_dlpack(b.__dlpack__()) for b in buffers]
             _evaluate(program, tensors[:count], tensors[count:])
         return ()
 
-    return run
+    def run_guarded(context: Any, *buffers: Any) -> tuple[()]:
+        stream = contextlib.nullcontext() if platform == "cpu" else on_stream(context)
+        with stream, lock or contextlib.nullcontext():
+            return run(context, *buffers)
+
+    # Contexts with nothing in them would be a twentieth of what a call costs.
+    return run if platform == "cpu" and lock is None else run_guarded
 
 
 def _evaluate(program: Program, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
@@ -41,6 +48,6 @@ def _evaluate(program: Program, inputs: list[torch.Tensor], outputs: list[torch.
             output.copy_(result.detach() if result.requires_grad else result)
     finally:
         program.leaf.function.release()
-    written = tuple(i for i, x in enumerate(inputs) if x._version)
+    written = [i for i, x in enumerate(inputs) if x._version]
     if written:
-        raise write_error(program.leaf, written)
+        raise write_error(program.leaf, tuple(written))

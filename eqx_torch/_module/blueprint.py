@@ -10,18 +10,17 @@ are shared by all skeletons on a device.
 """
 
 import collections
-import copy
 import dataclasses
 import functools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
 from .._annotations import strip_checkers
 from .._dtypes import canonical_dtype, dtype_j2t, is_inexact
-from .._errors import ModuleError
 from .fingerprint import fingerprint
+from .slots import buffer_slot, copied, fill, slots_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Blueprint:
         all_names = names.parameters + names.state + names.constants
         stand_ins = [*self.parameters, *self.state, *self.constants]
         memo = {id(tensors[n]): new for n, new in zip(all_names, stand_ins, strict=True)}
-        self.module = _copied(module, memo | _detached(module, memo))
+        self.module = copied(module, memo)
         self.flags = tuple(m.training for m in self.module.modules())
         self._pools: dict[torch.device, _Pool] = {}
 
@@ -113,12 +112,12 @@ class Skeleton:
         placeholders = [*blueprint.parameters, *blueprint.state]
         memo: dict[int, Any] = {id(p): p for p in placeholders}
         memo |= {id(old): new for old, new in zip(blueprint.constants, self.constants, strict=True)}
-        self.module: torch.nn.Module = copy.deepcopy(blueprint.module, memo)
+        self.module = copied(blueprint.module, memo)
         strip_checkers(self.module)
-        slots = _slots(self.module, placeholders)
+        slots = slots_of(self.module, placeholders)
         self._parameter_slots = [slots[id(p)] for p in blueprint.parameters]
         self._state_slots = [slots[id(p)] for p in blueprint.state]
-        self._constant_slots = [_buffer_slot(self.module, n) for n in blueprint.names.constants]
+        self._constant_slots = [buffer_slot(self.module, n) for n in blueprint.names.constants]
         self._versions = [c._version for c in self.constants]
         self._inference: bool | None = None
 
@@ -132,13 +131,13 @@ class Skeleton:
 
     def bind(self, parameters: Sequence[torch.Tensor], state: Sequence[torch.Tensor]) -> None:
         """Puts tensors in place of the parameters and of the changing buffers."""
-        _fill(self._parameter_slots, parameters)
-        _fill(self._state_slots, state)
+        fill(self._parameter_slots, parameters)
+        fill(self._state_slots, state)
 
     def unbind(self) -> None:
         """Takes them out, so that nothing keeps or reads memory that is XLA's."""
-        _fill(self._parameter_slots, self._blueprint.parameters)
-        _fill(self._state_slots, self._blueprint.state)
+        fill(self._parameter_slots, self._blueprint.parameters)
+        fill(self._state_slots, self._blueprint.state)
 
     def state(self) -> list[torch.Tensor]:
         """The changing buffers, as the forward has left them."""
@@ -179,15 +178,6 @@ class _Pool:
         return Skeleton(self._blueprint, self._constants)
 
 
-_Slots = list[tuple[Any, Any]]
-
-
-def _fill(slots: Sequence[_Slots], tensors: Sequence[torch.Tensor]) -> None:
-    for places, tensor in zip(slots, tensors, strict=True):
-        for container, key in places:
-            container[key] = tensor
-
-
 def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
@@ -205,62 +195,3 @@ def _constant(tensor: torch.Tensor) -> torch.Tensor:
     return (
         copied.to(dtype_j2t(canonical_dtype(tensor.dtype))) if is_inexact(tensor.dtype) else copied
     )
-
-
-def _copied(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
-    try:
-        return copy.deepcopy(module, memo)
-    except Exception as error:
-        raise ModuleError(
-            f"`{type(module).__name__}` cannot be converted, because `copy.deepcopy` cannot copy "
-            f"it: {error}\nEach device thread needs a copy of the module (without its "
-            "parameters). Give the part that cannot be copied a `__deepcopy__`, or wrap a "
-            "function that calls the module by `torch2jax`."
-        ) from error
-
-
-def _detached(module: torch.nn.Module, known: Mapping[int, Any]) -> dict[int, Any]:
-    """Copies of the computed tensors that modules keep, which deepcopy refuses to copy."""
-    return {
-        id(tensor): tensor.detach().clone()
-        for container, key in _places(module)
-        if isinstance(tensor := container[key], torch.Tensor)
-        and tensor.grad_fn is not None
-        and id(tensor) not in known
-    }
-
-
-def _slots(module: torch.nn.Module, placeholders: Sequence[torch.Tensor]) -> dict[int, _Slots]:
-    """Where each placeholder stands; first in the module that registered it."""
-    slots: dict[int, _Slots] = {id(p): [] for p in placeholders}
-    for container, key in _places(module):
-        if id(container[key]) in slots:
-            slots[id(container[key])].append((container, key))
-    return slots
-
-
-def _places(module: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Every place in a module, its submodules and their containers where a tensor may stand."""
-    for submodule in module.modules():
-        yield from ((submodule._parameters, name) for name in submodule._parameters)
-        yield from ((submodule._buffers, name) for name in submodule._buffers)
-    for submodule in module.modules():
-        for name, value in submodule.__dict__.items():
-            if name not in ("_parameters", "_buffers", "_modules"):
-                yield from _within(submodule.__dict__, name, value)
-
-
-def _within(container: Any, key: Any, value: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(value, torch.Tensor):
-        yield container, key
-    elif isinstance(value, list):
-        for i, item in enumerate(value):
-            yield from _within(value, i, item)
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            yield from _within(value, name, item)
-
-
-def _buffer_slot(module: torch.nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    owner, _, key = name.rpartition(".")
-    return module.get_submodule(owner)._buffers, key

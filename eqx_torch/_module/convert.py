@@ -16,7 +16,7 @@ from .._errors import InputError, ModuleError
 from .._examples import Examples
 from .._function import check_options, lock_of
 from .._probe import probe
-from .._program import Compiled, Lock, VmapMethod
+from .._program import Compiled, Lock, Residuals, VmapMethod
 from .._shapes import OutputShapes
 from .blueprint import Blueprint, Names
 from .core import Core, Options
@@ -36,6 +36,7 @@ def from_torch(
     lock: bool | Lock = False,
     depth: int | None = None,
     vmap_method: VmapMethod = "torch",
+    residuals: Residuals = "tape",
     signature: Callable[..., Any] | None = None,
 ) -> TorchModule:
     """Makes an Equinox module of a torch module.
@@ -52,9 +53,9 @@ def from_torch(
         JAX arrays or `jax.ShapeDtypeStruct`. They fix the structure of the arguments, move errors
         to the time of conversion, give 64-bit dtypes back to arguments that JAX holds in 32 bits,
         and find out which buffers the forward changes, by one run on tensors without memory.
-    - `output_shapes`, `out_specs`, `lock`, `depth`, `vmap_method`, `signature`: as in
-        `torch2jax`. With `out_specs`, the shards of a call draw different random numbers, and
-        changed buffers are averaged over the shards (integers: the maximum).
+    - `output_shapes`, `out_specs`, `lock`, `depth`, `vmap_method`, `residuals`,
+        `signature`: as in `torch2jax`. With `out_specs`, the shards of a call draw different
+        random numbers, and changed buffers are averaged over the shards (integers: the maximum).
     - `state`: the names of the buffers that the forward changes. If None they are found out by
         the examples, and without examples are those of torch's normalisation layers.
     - `method`: the method to call.
@@ -75,12 +76,14 @@ def from_torch(
         (5, 2)
     """
     held = lock_of(lock)
-    options = Options(method, output_shapes, out_specs, held, depth, vmap_method, signature)
+    options = Options(
+        method, output_shapes, out_specs, held, depth, vmap_method, residuals, signature
+    )
     if isinstance(module, TorchModule):
         return _with_options(module, options, example_args, example_kw)
     check_convertible(module)
     _check_method(module, method)
-    check_options(depth, vmap_method)
+    check_options(depth, vmap_method, residuals)
     name = type(module).__name__
     examples = Examples.of(name, example_args, example_kw)
     names = _names(module, state, options, example_args, example_kw)
@@ -157,6 +160,7 @@ def _found_changing(
         lock=None,
         depth=None,
         vmap_method="torch",
+        residuals="recompute",
         compiled=Compiled(),
     )
     calls = _as_called(blueprint, False, example_args, example_kw)

@@ -14,7 +14,7 @@ from .._annotations import read_signature_for
 from .._dtypes import canonical_dtype, dtype_t2j
 from .._examples import Examples
 from .._invoke import Arguments, Restored
-from .._program import Compiled, Lock, Site, Spec, VmapMethod
+from .._program import Compiled, Lock, Residuals, Site, Spec, VmapMethod
 from .._shapes import Declaration, Inference, OutputShapes
 from .blueprint import Blueprint
 from .function import ModuleFunction
@@ -31,6 +31,7 @@ class Options:
     lock: Lock | None = None
     depth: int | None = None
     vmap_method: VmapMethod = "torch"
+    residuals: Residuals = "tape"
     signature: Callable[..., Any] | None = None
 
     def key(self) -> Hashable:
@@ -44,6 +45,7 @@ class Options:
             self.lock,
             self.depth,
             self.vmap_method,
+            self.residuals,
             self.signature,
         )
 
@@ -79,6 +81,7 @@ class Core:
             lock=options.lock,
             depth=options.depth,
             vmap_method=options.vmap_method,
+            residuals=options.residuals,
             compiled=self._compiled,
         )
         self.infer = Inference(self.function, _ModuleDeclaration(blueprint, options, examples))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .._errors import ModuleError
-from .._program import Compiled, Lock, Site, TorchFunction, VmapMethod
+from .._program import Compiled, Kept, Lock, Residuals, Site, TorchFunction, VmapMethod
 from .._watch import Draws, untouched, Watch
 from .blueprint import Blueprint, Skeleton
 from .rng import SEEDING
@@ -39,14 +39,16 @@ class ModuleFunction(TorchFunction):
         lock: Lock | None,
         depth: int | None,
         vmap_method: VmapMethod,
+        residuals: Residuals,
         compiled: Compiled,
     ) -> None:
         super().__init__(
-            getattr(type(blueprint.module), method),
+            getattr(blueprint.module, method),
             name=name,
             lock=lock,
             depth=depth,
             vmap_method=vmap_method,
+            residuals=residuals,
             compiled=compiled,
         )
         self.blueprint = blueprint
@@ -57,7 +59,8 @@ class ModuleFunction(TorchFunction):
         self._quiet: set[bool] = set()
 
     def _key(self) -> Hashable:
-        return self.blueprint, self.method, self.lock, self.depth, self.vmap_method
+        own = self.blueprint, self.method, self.lock
+        return own, self.depth, self.vmap_method, self.residuals
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -88,9 +91,15 @@ class ModuleFunction(TorchFunction):
 
     def release(self) -> None:
         """Gives back what the calls of this thread have borrowed."""
-        items = self._held.items
-        while items:
-            items.pop(0)()
+        _end(self._held.items)
+        _end(self._held.locks)
+
+    def keep(self) -> Kept:
+        items, locks = self._held.items[:], self._held.locks
+        self._held.items.clear()
+        guard = SEEDING.lock if locks else contextlib.nullcontext()
+        _end(locks)
+        return Kept(guard, lambda: _end(items))
 
     def must_loop(self, site: Site, in_axes: Sequence[int | None]) -> bool:
         """A batch with a key for each member is drawn member by member."""
@@ -157,7 +166,7 @@ class ModuleFunction(TorchFunction):
         self._quiet.add(inference)
 
     def _seeding(self, seed: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-        return SEEDING.drawing(seed, self._held.items.append)
+        return SEEDING.drawing(seed, self._held.locks.append)
 
     def _changed_constants(self, names: Sequence[str]) -> str:
         listed = ", ".join(f'"{name}"' for name in names)
@@ -185,10 +194,16 @@ def first(names: Sequence[str]) -> str:
 
 
 class _Held(threading.local):
-    """What the calls of one thread must still give back, in the order in which to do it."""
+    """What the calls of one thread must still give back, in the order in which to do it.
+
+    Attributes:
+        items: when the derivatives of the calls are done.
+        locks: at the end of the program in any case.
+    """
 
     def __init__(self) -> None:
         self.items: list[Callable[[], None]] = []
+        self.locks: list[Callable[[], None]] = []
 
 
 class _LayerNames:
@@ -197,7 +212,10 @@ class _LayerNames:
     def __init__(self, module: torch.nn.Module, watch: Watch) -> None:
         self._watch = watch
         self._outer: list[str] = []
+        watch.place = type(module).__name__
         for name, layer in module.named_modules():
+            if isinstance(layer, torch.jit.ScriptModule):  # takes no hooks
+                continue
             layer.register_forward_pre_hook(self._entering(name or type(layer).__name__))
             layer.register_forward_hook(self._leaving)
 
@@ -210,6 +228,11 @@ class _LayerNames:
 
     def _leaving(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         self._watch.place = self._outer.pop()
+
+
+def _end(items: list[Callable[[], None]]) -> None:
+    while items:
+        items.pop(0)()
 
 
 def _device(parameters: Sequence[torch.Tensor], args: Sequence[Any]) -> torch.device:

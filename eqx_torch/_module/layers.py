@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from .._errors import ModuleError
 
@@ -35,6 +36,12 @@ def drawing_layers(module: torch.nn.Module, training: Sequence[bool]) -> list[st
         for (name, layer), flag in zip(module.named_modules(), training, strict=True)
         if flag and _draws(layer)
     ]
+
+
+def computed_by_hooks(layer: torch.nn.Module) -> list[str]:
+    """The attributes of a layer that torch's hooks compute from parameters before each call."""
+    hooks = layer._forward_pre_hooks.values()
+    return [h.name for h in hooks if isinstance(h, SpectralNorm | WeightNorm)]
 
 
 def check_convertible(module: torch.nn.Module) -> None:
@@ -68,9 +75,9 @@ def check_convertible(module: torch.nn.Module) -> None:
 
 
 def _own_changing(layer: torch.nn.Module) -> list[str]:
-    buffers = layer._buffers
+    buffers = dict(layer.named_buffers(recurse=False))
     if getattr(layer, "track_running_stats", False):
-        return [name for name in _STATISTICS if buffers.get(name) is not None]
+        return [name for name in _STATISTICS if name in buffers]
     if type(layer).__name__ == "_SpectralNorm":
         return [name for name in ("_u", "_v") if name in buffers]
     hooks = [h for h in layer._forward_pre_hooks.values() if isinstance(h, SpectralNorm)]

@@ -17,7 +17,7 @@ class Seeding:
     """Seeds calls, one at a time. Invariant: outside of `drawing`, generators are as found."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
     @contextlib.contextmanager
     def drawing(
@@ -29,8 +29,8 @@ class Seeding:
             seed: two words of 32 bits.
             at_end: takes a function to call when no derivative of this call can run any more.
         """
-        self._lock.acquire()
-        at_end(self._lock.release)
+        self.lock.acquire()
+        at_end(self.lock.release)
         generators = _generators(seed.device)
         states = [g.get_state() for g in generators]
         high, low = seed.tolist()

@@ -1,6 +1,5 @@
 """From a `TorchModule` back to torch, bit for bit and under torch's names."""
 
-import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +15,7 @@ from .blueprint import Blueprint, Names
 from .convert import owned
 from .core import Core
 from .module import TorchModule
+from .slots import copied
 
 
 def to_torch(model: TorchModule, state: eqx.nn.State | None = None) -> torch.nn.Module:
@@ -55,7 +55,7 @@ def to_torch(model: TorchModule, state: eqx.nn.State | None = None) -> torch.nn.
         with torch.no_grad():
             new.copy_(j2t(np.asarray(jax.device_get(array))))
         memo[id(old)] = torch.nn.Parameter(new, old.requires_grad) if i < count else new
-    module = copy.deepcopy(blueprint.module, memo)
+    module = copied(blueprint.module, memo)
     flags = blueprint.training_flags(bool(model.inference))
     for submodule, flag in zip(module.modules(), flags, strict=True):
         submodule.training = flag

@@ -1,12 +1,13 @@
-from .base import Indices as Indices, Program as Program, Spec as Spec
+from .base import Indices as Indices, Program as Program, Spec as Spec, TOKEN as TOKEN
 from .batch import Vmap as Vmap
-from .calculus import adjoint as adjoint, differential as differential
+from .calculus import adjoint as adjoint, differential as differential, untaped as untaped
 from .derivative import Jvp as Jvp, Vjp as Vjp
 from .function import (
     Compiled as Compiled,
     Findings as Findings,
     Lock as Lock,
     PROCESS_LOCK as PROCESS_LOCK,
+    Residuals as Residuals,
     TorchFunction as TorchFunction,
     VmapMethod as VmapMethod,
 )
@@ -15,4 +16,6 @@ from .leaf import (
     not_a_tensor as not_a_tensor,
     write_error as write_error,
 )
-from .site import Site as Site, Static as Static
+from .record import Record as Record
+from .site import argument_name as argument_name, Site as Site, Static as Static
+from .tape import Kept as Kept, TAPES as TAPES

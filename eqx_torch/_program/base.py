@@ -46,6 +46,10 @@ class Spec(NamedTuple):
         return Spec((*self.shape[:axis], size, *self.shape[axis:]), self.dtype)
 
 
+# The name of a recorded graph; see `tape`.
+TOKEN = Spec((1,), np.dtype("int32"))
+
+
 class Program(abc.ABC):
     """A map from tensors to tensors; see the module's docstring."""
 
@@ -73,6 +77,11 @@ class Program(abc.ABC):
     def linear(self) -> frozenset[int]:
         """The inputs in which the program is, jointly, linear."""
         return frozenset()
+
+    @functools.cached_property
+    def forward(self) -> tuple["Program", ...]:
+        """The programs, from the inside, that are computed in forward mode to compute this one."""
+        return ()
 
     @property
     @abc.abstractmethod
@@ -119,6 +128,10 @@ class Derived(Program):
     @property
     def leaf(self) -> Any:
         return self.inner.leaf
+
+    @functools.cached_property
+    def forward(self) -> tuple[Program, ...]:
+        return self.inner.forward
 
     def prepare(self) -> None:
         self.inner.prepare()

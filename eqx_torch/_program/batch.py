@@ -14,6 +14,8 @@ from .base import Derived, Indices, Program, Spec, Tensors
 
 Axes = tuple[int | None, ...]
 
+_ROWS = torch.contiguous_format
+
 
 @cached_weakly
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -56,7 +58,7 @@ class Vmap(Derived):
 
     def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
         if self.size == 0:
-            return [torch.zeros(s.shape, dtype=dtype_j2t(s.dtype)) for s in self.outs]
+            return [inputs[0].new_zeros(s.shape, dtype=dtype_j2t(s.dtype)) for s in self.outs]
         findings = self.leaf.function.findings
         if functional:
             return self._batched(inputs)
@@ -64,6 +66,8 @@ class Vmap(Derived):
         if findings.batching_fails or function.must_loop(self.leaf.site, self.in_axes):
             return self._looped(inputs)
         try:
+            if any(program not in findings.forward_mode for program in self.forward):
+                self._member(inputs, 0)
             return self._batched(inputs)
         except Exception as error:
             out = self._looped(inputs)
@@ -82,17 +86,20 @@ class Vmap(Derived):
         return [y.sum(0) if axis is None else y for y, axis in outs]
 
     def _looped(self, inputs: Tensors) -> list[torch.Tensor]:
-        pairs = list(zip(inputs, self.in_axes, strict=True))
-        members = []
-        for i in range(self.size):
-            xs = [x if a is None else x.select(a, i) for x, a in pairs]
-            members.append(self.inner.run(xs, functional=False))
-            if not any(x.requires_grad for x in xs):
-                self.leaf.function.release()
+        members = [self._member(inputs, i) for i in range(self.size)]
         return [
             torch.stack(ys).sum(0) if axis is None else torch.stack(ys, axis)
             for ys, axis in zip(zip(*members, strict=True), self.out_axes, strict=True)
         ]
+
+    def _member(self, inputs: Tensors, i: int) -> list[torch.Tensor]:
+        pairs = zip(inputs, self.in_axes, strict=True)
+        # Copies, since a function may ask for contiguous memory, or for all of a tensor's memory.
+        xs = [x if a is None else x.select(a, i).clone(memory_format=_ROWS) for x, a in pairs]
+        out = self.inner.run(xs, functional=False)
+        if not any(x.requires_grad for x in xs):
+            self.leaf.function.release()
+        return out
 
 
 _LOOPED = (

@@ -6,12 +6,15 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
+from weakref import WeakKeyDictionary
 
 from .._watch import untouched, Watch
-from .site import Site
+from .site import argument_name, Site
+from .tape import Kept
 
 
 VmapMethod: TypeAlias = Literal["torch", "sequential", "broadcast_all", "expand_dims"]
+Residuals: TypeAlias = Literal["tape", "recompute"]
 Lock: TypeAlias = contextlib.AbstractContextManager[Any]
 
 PROCESS_LOCK = threading.RLock()
@@ -23,12 +26,14 @@ class Findings:
 
     Attributes:
         written: for each call site, the inputs that the function writes to.
-        forward_mode_fails: whether `torch.func.jvp` has failed where the double backward worked.
+        forward_mode: for each program that is computed in forward mode, whether torch can.
         batching_fails: whether `torch.func.vmap` has failed where a loop worked.
     """
 
     written: dict[Site, frozenset[int]] = dataclasses.field(default_factory=dict)
-    forward_mode_fails: bool = False
+    forward_mode: WeakKeyDictionary[Any, bool] = dataclasses.field(
+        default_factory=WeakKeyDictionary
+    )
     batching_fails: bool = False
 
 
@@ -54,6 +59,7 @@ class TorchFunction:
         depth: how often it may be differentiated, None for any number of times.
         vmap_method: how a batch of it is computed.
         findings: what is known about it.
+        residuals: whether forwards keep their graph for the backward, or backwards recompute.
         compiled: weakly, its jitted programs.
         randomness: what `torch.func.vmap` makes of random numbers.
     """
@@ -68,6 +74,7 @@ class TorchFunction:
         lock: Lock | None = None,
         depth: int | None = None,
         vmap_method: VmapMethod = "torch",
+        residuals: Residuals = "tape",
         compiled: Compiled | None = None,
     ) -> None:
         self.python = python
@@ -75,6 +82,7 @@ class TorchFunction:
         self.lock = lock
         self.depth = depth
         self.vmap_method: VmapMethod = vmap_method
+        self.residuals: Residuals = residuals
         self.findings = Findings()
         self.compiled = (lambda: None) if compiled is None else weakref.ref(compiled)
 
@@ -94,6 +102,10 @@ class TorchFunction:
         """Ends what calls of this thread have left open for their backward."""
         return
 
+    def keep(self) -> Kept:
+        """Keeps what calls of this thread have left open, for a backward in a later call."""
+        return Kept()
+
     def must_loop(self, site: Site, in_axes: Sequence[int | None]) -> bool:
         """Whether a batch with these axes of the inputs has to be computed one by one."""
         del site, in_axes
@@ -101,8 +113,7 @@ class TorchFunction:
 
     def label(self, path: str) -> str:
         """How messages call the argument at a path: `[0][1]['a']` is in the second positional."""
-        index, _, rest = path[4:].partition("]")
-        return f"argument {index}{rest}"
+        return argument_name(path)
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, functional: bool) -> Any:
         """Runs the function; `functional` says whether a transformation of torch.func is active."""

@@ -81,10 +81,9 @@ class Leaf(Program):
         return dataclasses.replace(self, in_specs=ins, out_specs=outs)
 
     def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
-        tensors = [
-            x if dtype is None else x.to(dtype)
-            for x, dtype in zip(inputs, self.site.restored, strict=True)
-        ]
+        tensors = list(inputs)
+        for i, dtype in self._restored:
+            tensors[i] = tensors[i].to(dtype)
         written = self.function.findings.written.get(self.site)
         if written is None:
             return self._first_run(tensors, functional)
@@ -110,13 +109,12 @@ class Leaf(Program):
 
     def _checked(self, result: Any) -> list[torch.Tensor]:
         if self._single and isinstance(result, torch.Tensor):
-            results = [result]
-        else:
-            results, structure = flatten(result)
-            if structure != self.structure:
-                results, plain = flatten(as_declared(result, self.structure))
-                if plain != self.structure:
-                    raise self._structure_error(results, structure)
+            return [self._checked_leaf(0, result)]
+        results, structure = flatten(result)
+        if structure != self.structure:
+            results, plain = flatten(as_declared(result, self.structure))
+            if plain != self.structure:
+                raise self._structure_error(results, structure)
         return [self._checked_leaf(i, r) for i, r in enumerate(results)]
 
     def _checked_leaf(self, i: int, result: Any) -> torch.Tensor:
@@ -126,6 +124,11 @@ class Leaf(Program):
         if result.shape != shape or result.dtype not in accepted:
             raise self._spec_error(i, result)
         return result if result.dtype is dtype else result.to(dtype)
+
+    @functools.cached_property
+    def _restored(self) -> list[tuple[int, torch.dtype]]:
+        """The inputs that are given another dtype."""
+        return [(i, dtype) for i, dtype in enumerate(self.site.restored) if dtype is not None]
 
     @functools.cached_property
     def _single(self) -> bool:

@@ -8,30 +8,7 @@ from typing import Any
 import torch
 
 from .._ambient import Ambient
-from .._trees import flatten, leaf_paths, Structure
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Static:
-    """A Python value among the arguments; equal only to one of the same type."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Static) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @functools.cached_property
-    def _key(self) -> tuple[type, Any]:
-        try:
-            hash(self.value)
-        except TypeError:
-            return type(self.value), id(self.value)
-        # repr tells 0.0 from -0.0, which compare equal.
-        value = repr(self.value) if isinstance(self.value, float | complex) else self.value
-        return type(self.value), value
+from .._trees import flatten, leaf_paths, Static, Structure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,3 +45,15 @@ class Site:
     def _positional(self) -> bool:
         _, plain = flatten(((0,) * len(self.statics), {}))
         return self.structure == plain and not any(self.statics)
+
+
+def argument_name(path: str) -> str:
+    """What messages call the leaf of `(args, kwargs)` at this path.
+
+    `[0][1]['a']` is the second positional argument's entry 'a'.
+    """
+    if path.startswith("[0]"):
+        index, _, rest = path[4:].partition("]")
+        return f"argument {index}{rest}"
+    name, _, rest = path[4:].partition("]")
+    return f"argument {name}{rest}"

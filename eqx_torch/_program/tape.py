@@ -1,0 +1,191 @@
+"""The tape: autograd graphs that forwards have recorded, kept for their backwards.
+
+A recording forward returns a token beside its outputs, and the backward brings it back with the
+primals. The graph may refer to the primals by their memory, which is XLA's, and so is used only
+if it is provably the graph of what the backward was given:
+
+- the token names it, and it has not been used;
+- each primal lies at the address at which it was recorded. XLA passes primals by value, so equal
+  addresses mean equal contents, also for tensors that a graph hides from autograd.
+
+Otherwise the backward recomputes, with the same result. Where addresses have differed (the slices
+of a `lax.scan` move), later forwards of that program record on copies of their inputs, so that the
+graph owns all it needs and the token alone is proof.
+
+Memory is bounded. A program may have a few graphs outstanding, the oldest of which is dropped for
+a new one; when a dropped one is asked for, its program may have twice as many. So a pullback that
+is never called costs little, and a scan over a hundred layers finds its hundred graphs from the
+second step on. All graphs together may hold half of the machine's memory.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .._compat import on_clear_caches
+from .base import Indices, Program, Tensors
+
+
+FIRST_LIMIT = 8
+LAST_LIMIT = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What a recorded call has borrowed.
+
+    Attributes:
+        guard: a context to be in while its backward runs.
+        release: gives it back.
+    """
+
+    guard: contextlib.AbstractContextManager[Any] = dataclasses.field(
+        default_factory=contextlib.nullcontext
+    )
+    release: Callable[[], None] = lambda: None
+
+
+@dataclasses.dataclass(frozen=True)
+class Tape:
+    """One recorded graph.
+
+    Attributes:
+        inputs: for each recorded input, the tensor to differentiate by.
+        outputs: for each output, where the graph of it begins, None if it has none.
+        addresses: of all inputs, None if the graph owns all it needs.
+        kept: what the call has borrowed.
+    """
+
+    inputs: dict[int, torch.Tensor]
+    outputs: Sequence[Any]
+    addresses: tuple[int, ...] | None
+    kept: Kept
+
+
+class _Site:
+    """The outstanding graphs of one program, oldest first."""
+
+    def __init__(self) -> None:
+        self.tapes: collections.OrderedDict[int, Tape] = collections.OrderedDict()
+        self.limit = FIRST_LIMIT
+        self.copies = False
+        self.bytes: int | None = None
+
+
+class Tapes:
+    """All outstanding graphs. Invariant: a graph is in one place, here or with its one user."""
+
+    def __init__(self, memory: int) -> None:
+        self._lock = threading.Lock()
+        self._sites: weakref.WeakKeyDictionary[Program, _Site] = weakref.WeakKeyDictionary()
+        self._tokens = itertools.count(1)
+        self.last_limit = LAST_LIMIT
+        self._memory = memory
+
+    def copies(self, program: Program) -> bool:
+        """Whether to record on copies of the inputs."""
+        site = self._sites.get(program)
+        return site is not None and site.copies
+
+    def put(self, program: Program, tape: Tape) -> int:
+        """Keeps a graph; returns its token."""
+        token = next(self._tokens) & 0x7FFFFFFF
+        with self._lock:
+            site = self._sites.get(program)
+            if site is None:
+                site = self._sites.setdefault(program, _Site())
+            if site.bytes is None:
+                site.bytes = _saved_bytes(tape)
+            site.tapes[token] = tape
+            dropped = list(self._excess(site))
+        for old in dropped:
+            old.kept.release()
+        return token
+
+    def take(self, program: Program, token: int, primals: Tensors, wrt: Indices) -> Tape | None:
+        """The graph with this token if it is valid for these primals; it is then the caller's."""
+        with self._lock:
+            site = self._sites.get(program)
+            if site is None or token == 0:
+                return None
+            tape = site.tapes.pop(token, None)
+            if tape is None:
+                site.limit = min(2 * site.limit, self.last_limit)
+                return None
+        here = tape.addresses is None or tape.addresses == tuple(p.data_ptr() for p in primals)
+        if here and all(i in tape.inputs for i in wrt):
+            return tape
+        site.copies |= not here
+        tape.kept.release()
+        return None
+
+    def clear(self) -> None:
+        """Drops all graphs; called by `jax.clear_caches()`."""
+        with self._lock:
+            sites, self._sites = self._sites, weakref.WeakKeyDictionary()
+            tapes = [tape for site in sites.values() for tape in site.tapes.values()]
+        for tape in tapes:
+            tape.kept.release()
+
+    def __len__(self) -> int:
+        with self._lock:
+            return sum(len(site.tapes) for site in self._sites.values())
+
+    def _excess(self, site: _Site) -> Iterator[Tape]:
+        """Takes out what is too much: the oldest of this site, then the oldest of all."""
+        while len(site.tapes) > min(site.limit, self.last_limit):
+            yield site.tapes.popitem(last=False)[1]
+        sites = [s for s in self._sites.values() if s.tapes]
+        total = sum(len(s.tapes) * (s.bytes or 0) for s in sites)
+        while total > self._memory and sum(len(s.tapes) for s in sites) > 1:
+            oldest = min(sites, key=lambda s: next(iter(s.tapes)))
+            yield oldest.tapes.popitem(last=False)[1]
+            total -= oldest.bytes or 0
+            sites = [s for s in sites if s.tapes]
+
+
+def _saved_bytes(tape: Tape) -> int:
+    """The memory that a graph holds beside its inputs."""
+    own = {t.untyped_storage().data_ptr() for t in tape.inputs.values()}
+    sizes: dict[int, int] = {}
+    seen: set[Any] = set()
+    pending = [edge.node for edge in tape.outputs if edge is not None]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending.extend(next_node for next_node, _ in node.next_functions)
+        for tensor in _saved_tensors(node):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def _saved_tensors(node: Any) -> Iterator[torch.Tensor]:
+    for name in dir(node):
+        if not name.startswith("_saved_"):
+            continue
+        try:
+            value = getattr(node, name)
+        except RuntimeError:  # written to since; its memory still counts with its own node
+            continue
+        values = value if isinstance(value, list | tuple) else [value]
+        yield from (v for v in values if isinstance(v, torch.Tensor))
+
+
+def _half_of_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+TAPES = Tapes(_half_of_memory())
+on_clear_caches(TAPES.clear)

@@ -1,0 +1,148 @@
+"""The run that shows what a function returns."""
+
+import collections
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from eqx_torch import ShapeError, torch2jax
+
+from .helpers import assert_trees_equal
+from .twins import random_array
+
+
+def test_it_computes_nothing_and_allocates_nothing():
+    """A terabyte of output."""
+    f = torch2jax(lambda x: (x[:, None] * x[None]).sin())
+    out = jax.eval_shape(f, jax.ShapeDtypeStruct((500_000,), "float32"))
+    assert (out.shape, out.dtype) == ((500_000, 500_000), jnp.float32)
+
+
+def test_one_run_for_each_shape(getkey):
+    fake = collections.deque()
+
+    def f(x):
+        fake.append(type(x) is not torch.Tensor)
+        return x.sin()
+
+    g = torch2jax(f)
+    for n in (3, 3, 4, 3, 4):
+        assert_trees_equal(g(jnp.ones(n)), jnp.sin(jnp.ones(n)))
+    assert sum(fake) == 2
+
+
+VALUE_DEPENDENT = {
+    "item": lambda x: x * x.sum().item(),
+    "numpy": lambda x: torch.from_numpy(np.cumsum(x.detach().numpy())),
+    "branch": lambda x: x.sin() if x.sum() > 0 else x.cos(),
+    "tolist": lambda x: x * len(x.tolist()),
+    "loop": lambda x: x * sum(1 for v in x if v < 100),
+}
+
+
+@pytest.mark.parametrize("f", VALUE_DEPENDENT.values(), ids=VALUE_DEPENDENT)
+def test_functions_that_need_values_run_on_zeros_with_a_warning(getkey, f):
+    x = random_array(getkey, (4,))
+    wrapped = torch2jax(f)
+    with pytest.warns(UserWarning, match="inferred by running it on zeros") as warned:
+        first = wrapped(x)
+    (warning,) = warned
+    text = str(warning.message)
+    assert text.startswith("the output shapes of `<lambda>` were inferred by running it on zeros, ")
+    assert text.endswith(
+        "Declare them by `output_shapes=` to save this run, and if they depend on values."
+    )
+    expected = f(torch.tensor(np.asarray(x)))
+    assert_trees_equal(first, expected, rtol=1e-5)
+    assert_trees_equal(jax.jit(wrapped)(x), expected, rtol=1e-5)
+
+
+def test_it_draws_no_random_numbers():
+    def f(x):
+        noise = torch.rand(3)
+        return x + noise if x.sum().item() >= 0 else None
+
+    for g in (torch2jax(lambda x: x + torch.rand(3)), torch2jax(f)):
+        state = torch.random.get_rng_state()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            jax.eval_shape(g, jnp.ones(3))
+        assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_modules_are_left_as_they_were():
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(3, 3)
+            self.norm = torch.nn.BatchNorm1d(3)
+            self.calls = 0
+            self.history = []
+
+        def forward(self, x):
+            self.calls += 1
+            self.history.append(x)
+            self.last = self.norm(self.linear(x))
+            return self.last
+
+    module = Module()
+    attributes = dict(vars(module))
+    state = {k: v.clone() for k, v in module.state_dict().items()}
+    jax.eval_shape(torch2jax(module), jnp.ones((4, 3)))
+    assert dict(vars(module)) == attributes
+    assert module.history == []
+    assert all(torch.equal(v, state[k]) for k, v in module.state_dict().items())
+
+
+def test_a_stored_tensor_does_no_harm(getkey):
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            self.last = x.sin()
+            return self.last * 2
+
+    x = random_array(getkey, (3,))
+    f = torch2jax(Module())
+    for _ in range(3):
+        assert_trees_equal(f(x), 2 * jnp.sin(x))
+        assert_trees_equal(jax.grad(lambda x: f(x).sum())(x), 2 * jnp.cos(x))
+
+
+def test_gradients_are_allowed_in_it(getkey):
+    def f(x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(x.pow(3).sum(), x)[0]
+
+    x = random_array(getkey, (3,))
+    with torch.no_grad():
+        assert_trees_equal(torch2jax(f)(x), 3 * x**2)
+
+
+@pytest.mark.slow
+def test_compiled_functions(getkey):
+    x = random_array(getkey, (3,))
+    f = torch2jax(torch.compile(lambda x: x.sin() * 2))
+    assert_trees_equal(jax.jit(f)(x), 2 * jnp.sin(x))
+    assert_trees_equal(jax.grad(lambda x: f(x).sum())(x), 2 * jnp.cos(x))
+
+
+def test_shapes_that_depend_on_values_are_refused():
+    f = torch2jax(torch.nonzero)
+    with pytest.warns(UserWarning, match="inferred by running it on zeros"):
+        struct = jax.eval_shape(f, jnp.ones(3))
+    assert struct.shape == (0, 1)
+    message = r"another shape than was declared at output\[0\].\n  declared by one run on zeros"
+    # XLA leaves out a call that returns nothing but empty arrays.
+    g = torch2jax(lambda x: (torch.nonzero(x), x))
+    with pytest.warns(UserWarning, match="inferred by running it on zeros"):
+        jax.eval_shape(g, jnp.ones(3))
+    with pytest.raises(Exception, match=message):
+        jax.block_until_ready(g(jnp.ones(3)))
+
+
+def test_an_error_names_the_shapes():
+    with pytest.raises(ShapeError, match=r"inputs float32\[2, 3\], int32\[\]: running it on zeros"):
+        torch2jax(lambda x, i: x @ x)(jnp.ones((2, 3)), jnp.array(1))
