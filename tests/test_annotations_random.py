@@ -197,8 +197,8 @@ def check_prediction(case):
     )
 
 
-def check_wrong(case, data):
-    """One size of one array is changed: refused exactly if jaxtyping refuses the tensors."""
+def changed(case, data):
+    """The shapes with one size of one array changed."""
     shapes = case.shapes()
     index = data.draw(st.integers(0, len(shapes) - 1))
     shape = list(shapes[index])
@@ -208,6 +208,12 @@ def check_wrong(case, data):
     else:
         shape.insert(0, data.draw(SIZES))
     shapes[index] = shape
+    return shapes
+
+
+def check_wrong(case, data):
+    """Wrong shapes are refused exactly if jaxtyping refuses the tensors."""
+    shapes = changed(case, data)
     signature = read_signature(case.function())
     if admitted_by_jaxtyping(case, shapes):
         signature.bind(structs_of(case, shapes), {})

@@ -73,8 +73,9 @@ def strip_checkers(module: torch.nn.Module) -> None:
 
     - `module`: a module that belongs to the caller, as a copy does.
     """
+    classes = {cls: _class(cls) for cls in {type(one) for one in module.modules()}}
     for one in module.modules():
-        cls = _class(type(one))
+        cls = classes[type(one)]
         if cls is not type(one):
             one.__class__ = cls
 

@@ -67,7 +67,9 @@ def is_dependent(spec: Spec) -> bool:
         tree.structure and not structures.is_binding(tree.structure) for tree in trees_in(spec)
     )
     return composed or any(
-        dim.kind == "expression" for array, _ in arrays_in(spec) for dim in array.dims
+        dim.kind == "expression" and dimension_names(str(dim.value))
+        for array, _ in arrays_in(spec)
+        for dim in array.dims
     )
 
 
