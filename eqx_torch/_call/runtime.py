@@ -6,10 +6,8 @@ tensors it makes share memory with XLA's buffers and are valid until it returns.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import torch
 
 from .._ambient import Ambient, in_neutral_thread
 from .._compat import from_dlpack
@@ -26,12 +24,11 @@ def callback(program: Program, platform: str) -> Callable[..., tuple[()]]:
     stream = contextlib.nullcontext if platform == "cpu" else on_stream
 
     def run(context: Any, *buffers: Any) -> tuple[()]:
-        tensors = [from_dlpack(b.__dlpack__()) for b in buffers]
         if in_neutral_thread():
-            evaluate(tensors)
+            evaluate(buffers)
         else:
             with Ambient.neutral():
-                evaluate(tensors)
+                evaluate(buffers)
         return ()
 
     def run_guarded(context: Any, *buffers: Any) -> tuple[()]:
@@ -43,13 +40,14 @@ def callback(program: Program, platform: str) -> Callable[..., tuple[()]]:
     return run if platform == "cpu" and function.lock is None else run_guarded
 
 
-def _evaluator(program: Program) -> Callable[[list[torch.Tensor]], None]:
+def _evaluator(program: Program) -> Callable[[Sequence[Any]], None]:
     """The function that evaluates a program on its inputs, into the outputs that follow them."""
     count = len(program.ins)
     release = program.leaf.function.release
     run = program.run
 
-    def evaluate(tensors: list[torch.Tensor]) -> None:
+    def evaluate(buffers: Sequence[Any]) -> None:
+        tensors = [from_dlpack(b.__dlpack__()) for b in buffers]
         inputs = tensors[:count]
         try:
             for i, result in enumerate(run(inputs, False), count):
