@@ -13,6 +13,7 @@ J^T u = conj(J^H conj(u)).
 
 import dataclasses
 import functools
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,11 @@ from torch.overrides import TorchFunctionMode
 from .._compat import cached_weakly, set_forward_grad_enabled, set_grad_enabled
 from .._errors import EqxTorchError
 from .base import Derived, Indices, pick, Program, replaced, Spec, Tensors
+
+
+# torch has one forward-mode level for all threads: a thread that leaves it erases the tangents of
+# the others, which then are zero.
+_FORWARD_MODE = threading.RLock()
 
 
 @cached_weakly
@@ -123,7 +129,7 @@ class Vjp(Derived):
 @functools.cache
 def _load_forward_mode() -> None:
     """torch loads rules at the first use, with a deprecated function, and warns of itself."""
-    with warnings.catch_warnings():
+    with _FORWARD_MODE, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         with torch.autograd.forward_ad.dual_level():
             torch.autograd.forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
@@ -143,7 +149,7 @@ def _restricted(
 
 def _forward_mode(jvp: Jvp, primals: Tensors, tangents: Tensors) -> list[torch.Tensor]:
     restricted = _restricted(jvp, primals, functional=True)
-    with _NoGradStopsTangents():
+    with _FORWARD_MODE, _NoGradStopsTangents():
         return list(torch.func.jvp(restricted, pick(primals, jvp.wrt), tuple(tangents))[1])
 
 
