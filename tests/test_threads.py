@@ -1,6 +1,7 @@
 """Several Python threads and several devices at once."""
 
 import concurrent.futures
+import itertools
 import threading
 import time
 
@@ -104,6 +105,24 @@ def test_devices_overlap():
     assert len(spans) == 4
     latest_start, earliest_end = max(s for s, _ in spans), min(e for _, e in spans)
     assert latest_start < earliest_end
+
+
+def test_tangents_of_devices_do_not_erase_each_other():
+    """Torch has one forward-mode level for the whole process."""
+    mesh = explicit_mesh(8)
+    order = itertools.count()
+
+    def f(x):
+        y = x.sin()
+        time.sleep(0.01 * (next(order) % 3))
+        return y * x
+
+    with jax.set_mesh(mesh):
+        x = put(jnp.arange(16.0), mesh, "x")
+        g = torch2jax(f, output_shapes=x, out_specs=P("x"))
+        tangents = jax.jit(lambda x: jax.jvp(g, (x,), (x,)))(x)
+    x = jnp.arange(16.0)
+    assert_trees_equal(tangents, jax.jvp(lambda x: jnp.sin(x) * x, (x,), (x,)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("size", [1, 30, 500])

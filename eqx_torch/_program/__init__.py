@@ -2,6 +2,7 @@ from .base import Indices as Indices, Program as Program, Spec as Spec, TOKEN as
 from .batch import Vmap as Vmap
 from .calculus import adjoint as adjoint, differential as differential, untaped as untaped
 from .derivative import Jvp as Jvp, Vjp as Vjp
+from .exclusive import EXCLUSIVE as EXCLUSIVE
 from .function import (
     Compiled as Compiled,
     Findings as Findings,

@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from .._compat import cached_weakly, set_forward_grad_enabled, set_grad_enabled
 from .._errors import EqxTorchError
 from .base import Derived, Indices, pick, Program, replaced, Spec, Tensors, TOKEN
+from .exclusive import EXCLUSIVE
 from .tape import Tape, TAPES
 
 
@@ -152,7 +153,7 @@ class Vjp(Derived):
 @functools.cache
 def _load_forward_mode() -> None:
     """torch loads rules at the first use, with a deprecated function, and warns of itself."""
-    with warnings.catch_warnings():
+    with EXCLUSIVE, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         with forward_ad.dual_level():
             forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
@@ -197,7 +198,7 @@ def _restricted(
 
 def _forward_mode(jvp: Jvp, primals: Tensors, tangents: Tensors) -> list[torch.Tensor]:
     active = map(leaf_of, pick(primals, jvp.wrt))
-    with _NoGradStopsTangents(), forward_ad.dual_level():
+    with EXCLUSIVE, _NoGradStopsTangents(), forward_ad.dual_level():
         duals = map(forward_ad.make_dual, active, tangents)
         return list(map(_tangent, _restricted(jvp, primals, functional=False)(*duals)))
 
@@ -236,7 +237,7 @@ def _double_backward(jvp: Jvp, primals: Tensors, tangents: Tensors) -> list[torc
 
 def _functional_forward_mode(jvp: Jvp, primals: Tensors, tangents: Tensors) -> list[torch.Tensor]:
     restricted = _restricted(jvp, primals, functional=True)
-    with _NoGradStopsTangents():
+    with EXCLUSIVE, _NoGradStopsTangents():
         return list(torch.func.jvp(restricted, pick(primals, jvp.wrt), tuple(tangents))[1])
 
 
