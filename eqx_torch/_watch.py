@@ -58,8 +58,9 @@ class Watch(TorchDispatchMode):
 
     def undo(self) -> None:
         """Puts back the contents of all memory that was written to."""
-        for storage, before in self._before:
-            storage.copy_(before)
+        with without_modes():
+            for storage, before in self._before:
+                storage.copy_(before)
 
     def _note(self, tensor: torch.Tensor) -> None:
         key = _storage_key(tensor)

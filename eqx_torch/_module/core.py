@@ -110,7 +110,7 @@ class Core:
         shapes = self.options.output_shapes
         if callable(shapes) and not hasattr(shapes, "shape"):
             shapes = shapes(*args, **kw)
-        return shapes, state
+        return shapes, *state
 
     def _declared_for(self) -> tuple[Spec, ...] | None:
         if self.examples is None:

@@ -70,7 +70,7 @@ class TorchModule(eqx.nn.StatefulLayer):
         """
         own = _Own(self.core, kwargs)
         buffers = self._buffers_for(own.state)
-        result, new_buffers = _run(self, buffers, own.key, args, own.rest)
+        result, *new_buffers = _run(self, buffers, own.key, args, own.rest)
         if own.state is None:
             return result
         if self.buffers is None:
@@ -127,7 +127,7 @@ class _ModuleShards(PerShard):
         self._num_buffers = num_buffers
 
     def out_specs(self, out_specs: Any) -> Any:
-        return out_specs, P()
+        return out_specs, *[P()] * self._num_buffers
 
     def enter(self, shards: Sequence[Any], axes: frozenset[str]) -> Sequence[Any]:
         if self._seed is None:
