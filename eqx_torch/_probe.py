@@ -82,17 +82,17 @@ def _run(
                 result = trial(args, kwargs)
         finally:
             watch.undo()
-    outputs = _outputs(function.name, result, source)
+    outputs = _outputs(function, result, source)
     written = frozenset(i for i, x in enumerate(inputs) if watch.wrote(x))
     function.learn(site, written, watch)
     return outputs
 
 
-def _outputs(name: str, result: Any, source: str) -> Outputs:
+def _outputs(function: TorchFunction, result: Any, source: str) -> Outputs:
     leaves, structure = flatten(result)
     for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
         if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
-            raise OutputError(not_a_tensor(name, path, leaf))
+            raise OutputError(not_a_tensor(function, path, leaf))
     specs = tuple(Spec(tuple(x.shape), canonical_dtype(x.dtype)) for x in leaves)
     return Outputs(specs, structure, source)
 

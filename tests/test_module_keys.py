@@ -280,6 +280,8 @@ def test_no_key_leaks_out_of_a_trace(model):
     assert_trees_equal(model(ONES, key=KEY), mask(KEY), exact=True)
 
 
+# torch does not know that a forward is not for training, as here where outputs are inferred.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_torch_s_checkpoint_repeats_the_mask(use_reentrant):
     class Checkpointed(Net):

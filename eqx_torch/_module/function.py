@@ -108,6 +108,12 @@ class ModuleFunction(TorchFunction):
         kind, own = (("parameter", names.parameters), ("buffer", names.state))[int(index)]
         return f"{kind} {own[int(rest[1:-1])]}"
 
+    def output_label(self, path: str) -> str:
+        index, _, rest = path.removeprefix("[").partition("]")
+        if index == "0":
+            return super().output_label(rest)
+        return f"buffer {self.blueprint.names.state[int(index) - 1]}"
+
     @contextlib.contextmanager
     def trial(self, watch: Watch) -> Iterator[Callable[[Sequence[Any], Mapping[str, Any]], Any]]:
         skeleton = self.blueprint.pool(torch.device("cpu")).new()

@@ -158,10 +158,11 @@ def _run(
         tuple(module.params[name] for name in names.parameters),
         tuple(buffers[name] for name in names.state),
     )
-    restored = core.restored(Arguments(core.function, args, kwargs))
     arguments = Arguments(core.function, (*tensors, False, inference, *args), kwargs)
+    specs = arguments.specs()
+    restored = core.restored(Arguments(core.function, args, kwargs))
     site = arguments.site(restored)
-    outputs = core.infer(site, arguments.specs())
+    outputs = core.infer(site, specs)
     draws = core.draws(site, inference)
     if draws and key is None:
         raise ModuleError(_missing_key(core, draws))

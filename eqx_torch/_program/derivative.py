@@ -22,6 +22,10 @@ from .._compat import cached_weakly
 from .base import Derived, Indices, pick, Program, replaced, Spec, Tensors
 
 
+# How reentrant checkpoints refuse `torch.autograd.grad`.
+_REFUSAL = "torch.utils.checkpoint is incompatible with .grad()"
+
+
 @cached_weakly
 @dataclasses.dataclass(frozen=True, repr=False)
 class Jvp(Derived):
@@ -155,8 +159,16 @@ def _double_backward(jvp: Jvp, primals: Tensors, tangents: Tensors) -> list[torc
 def _pullback(vjp: Vjp, primals: Tensors, cotangents: Tensors) -> list[torch.Tensor]:
     nested = _requires_grad([*primals, *cotangents])
     active = [_leaf_of(p) for p in pick(primals, vjp.wrt)]
-    outputs = _restricted(vjp, primals, functional=False)(*active)
-    return _grad(outputs, active, cotangents, create_graph=nested)
+    restricted = _restricted(vjp, primals, functional=False)
+    findings = vjp.leaf.function.findings
+    if nested or not findings.grad_is_refused:
+        try:
+            return _grad(restricted(*active), active, cotangents, create_graph=nested)
+        except RuntimeError as error:
+            if nested or _REFUSAL not in str(error):
+                raise
+        findings.grad_is_refused = True
+    return _accumulated(restricted(*active), active, cotangents)
 
 
 def _functional_pullback(vjp: Vjp, primals: Tensors, cotangents: Tensors) -> list[torch.Tensor]:
@@ -186,6 +198,17 @@ def _grad(
         ys, inputs, us, create_graph=create_graph, allow_unused=True, materialize_grads=True
     )
     return list(grads)
+
+
+def _accumulated(outputs: Tensors, inputs: Tensors, cotangents: Tensors) -> list[torch.Tensor]:
+    """As `_grad`, by `torch.autograd.backward`, which `torch.utils.checkpoint` may insist on.
+
+    It also adds to the `grad` of other tensors that the function has used.
+    """
+    pairs = [(y, u) for y, u in zip(outputs, cotangents, strict=True) if y.requires_grad]
+    if pairs:
+        torch.autograd.backward(*zip(*pairs, strict=True))
+    return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
 
 
 def _conj(x: torch.Tensor) -> torch.Tensor:

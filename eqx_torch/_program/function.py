@@ -24,11 +24,13 @@ class Findings:
     Attributes:
         written: for each call site, the inputs that the function writes to.
         forward_mode_fails: whether `torch.func.jvp` has failed where the double backward worked.
+        grad_is_refused: whether `torch.autograd.grad` was refused where `backward` is not.
         batching_fails: whether `torch.func.vmap` has failed where a loop worked.
     """
 
     written: dict[Site, frozenset[int]] = dataclasses.field(default_factory=dict)
     forward_mode_fails: bool = False
+    grad_is_refused: bool = False
     batching_fails: bool = False
 
 
@@ -103,6 +105,10 @@ class TorchFunction:
         """How messages call the argument at a path: `[0][1]['a']` is in the second positional."""
         index, _, rest = path[4:].partition("]")
         return f"argument {index}{rest}"
+
+    def output_label(self, path: str) -> str:
+        """How messages call the output at a path; nothing if it is the only one."""
+        return f"output{path}" if path else ""
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, functional: bool) -> Any:
         """Runs the function; `functional` says whether a transformation of torch.func is active."""
