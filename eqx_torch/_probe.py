@@ -7,6 +7,7 @@ modules or torch's random state; what the run showed about writes to inputs goes
 
 import contextlib
 import dataclasses
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -108,8 +109,14 @@ def _device() -> torch.device:
 
 @contextlib.contextmanager
 def _fake_tensors() -> Iterator[None]:
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield
+    # torch logs operators that fail on fake tensors with their tracebacks; here that is no error.
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        logger.disabled = disabled
 
 
 @contextlib.contextmanager

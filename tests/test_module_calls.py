@@ -51,9 +51,9 @@ def gradients(module: torch.nn.Module, x: Any = X) -> Any:
     x = torch.from_numpy(x.copy()).requires_grad_()
     names, parameters = zip(*module.named_parameters(), strict=True)
     y = module(x)
-    grads = torch.autograd.grad(
-        y.square().sum(), [*parameters, x], allow_unused=True, materialize_grads=True
-    )
+    module.zero_grad()
+    y.square().sum().backward()
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in (*parameters, x)]
     return y.detach(), dict(zip(names, grads, strict=False)), grads[-1]
 
 

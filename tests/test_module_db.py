@@ -30,14 +30,14 @@ from .module_samples import (
 )
 
 
-# Of every kind: plain, normalising, recurrent, attention, with integers, drawing, lazy.
+# Of every kind: plain, normalising, recurrent, with integers, drawing, lazy.
 FAST = [
     ("nn.Linear", True),
     ("nn.BatchNorm1d", True),
     ("nn.InstanceNorm1d", False),
-    ("nn.GRU", True),
+    ("nn.GRUCell", True),
     ("nn.Embedding", True),
-    ("nn.NLLLoss", True),
+    ("nn.FractionalMaxPool2d", True),
     ("nn.LazyConv1d", True),
 ]
 

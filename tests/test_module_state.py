@@ -326,6 +326,17 @@ def test_change_of_a_constant_at_run_time_is_an_error():
     assert_trees_equal(model(jnp.zeros(3)), jnp.zeros(3))
 
 
+def test_synchronised_statistics_of_shards_are_refused(x):
+    module = Net(torch.nn.SyncBatchNorm)
+    message = r"`Net` has SyncBatchNorm layers \(bn\), but with `out_specs=` each shard"
+    with pytest.raises(ModuleError, match=message):
+        from_torch(module, out_specs=P("x"))
+    model, state = with_state(module)
+    y, state = model(t2j(x), state=state)
+    assert_trees_equal(y, module(x).detach())
+    assert_trees_equal(buffers(model, state), torch_buffers(module))
+
+
 def test_call_without_state_is_an_error(x):
     model, _ = with_state(Net())
     message = (

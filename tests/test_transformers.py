@@ -155,6 +155,17 @@ def test_generation_with_a_cache():
     assert_trees_equal(cache.layers[1].keys, expected_cache.layers[1].keys)
 
 
+def test_empty_cache_of_the_user_s_stays_empty():
+    model = from_torch(ARCHITECTURES["llama"].make())
+    ids, cache = jnp.ones((2, 6), int), DynamicCache()
+    expected = model(input_ids=ids).logits
+    for _ in range(2):
+        outputs = model(input_ids=ids, cache=cache)
+        assert_trees_equal(outputs.logits, expected)
+        assert outputs.cache.layers[0].keys.shape == (2, 1, 6, 8)
+    assert cache.get_seq_length() == 0
+
+
 def test_cache_is_a_tree_of_arrays():
     model = from_torch(ARCHITECTURES["llama"].make())
     cache = model(input_ids=jnp.ones((2, 6), int)).cache

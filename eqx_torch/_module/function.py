@@ -1,9 +1,9 @@
 """A module's method as a torch function of its parameters, its changing buffers and arguments.
 
 The function takes `(parameters, state, seed, inference, *args), kwargs` and returns a tuple of the
-method's result and each of the new buffers. What a call borrows (a skeleton, the random generator) it holds until
-the program it is part of is done: the backward of `torch.utils.checkpoint`, of hooks and of
-adjoint solvers reads the module again, and must find the parameters of this very call.
+method's result and each of the new buffers. What a call borrows (a skeleton, the random generator)
+it holds until the program it is part of is done: the backward of `torch.utils.checkpoint`, of hooks
+and of adjoint solvers reads the module again, and must find the parameters of this very call.
 """
 
 import contextlib

@@ -207,7 +207,8 @@ def _accumulated(outputs: Tensors, inputs: Tensors, cotangents: Tensors) -> list
     """
     pairs = [(y, u) for y, u in zip(outputs, cotangents, strict=True) if y.requires_grad]
     if pairs:
-        torch.autograd.backward(*zip(*pairs, strict=True))
+        ys, us = zip(*pairs, strict=True)
+        torch.autograd.backward(ys, us)
     return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
 
 
