@@ -4,10 +4,11 @@ These are dataclasses, mappings such as Hugging Face's `ModelOutput`, `torch.ret
 objects with tensors among their attributes, such as Hugging Face's caches of attention keys.
 """
 
+import copy
 import dataclasses
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -55,7 +56,7 @@ def make_known(cls: type) -> None:
             cls,
             with_keys,
             lambda names, items: container(cls, names, list(items)),
-            lambda node: _swapped(children(node)),
+            lambda node: (children(node)[1], children(node)[0]),
         )
 
 
@@ -68,13 +69,13 @@ def container(cls: Any, names: tuple[Any, ...] | None, items: Sequence[Any]) -> 
     """A container with these children."""
     if names is None:
         return cls(items)
-    named = dict(zip(names, items, strict=True))
-    if not hasattr(cls, "__dataclass_fields__"):
-        return cls(named)
+    named = zip(names, items, strict=True)
+    if not dataclasses.is_dataclass(cls):
+        return cls(dict(named))
     # What `__init__` and `__post_init__` check is for the user's own values, not for tracers.
-    new: Any = cls.__new__(cls)
-    for name, value in named.items():
-        if isinstance(new, MutableMapping):
+    new: Any = cls.__new__(cls)  # pyright: ignore[reportArgumentType]
+    for name, value in named:
+        if isinstance(new, dict):
             new[name] = value
         else:
             object.__setattr__(new, name, value)
@@ -98,6 +99,16 @@ def is_closed(x: Any) -> bool:
 def is_container(x: Any) -> bool:
     """Whether it is opened whatever it holds."""
     return dataclasses.is_dataclass(x) or isinstance(x, Mapping | tuple | list)
+
+
+def fresh(x: Any) -> Any:
+    """A copy of an object that a function could fill, such as an empty cache; else `x` itself."""
+    if not _may_hold(x):
+        return x
+    try:
+        return copy.deepcopy(x)
+    except Exception:
+        return x
 
 
 def _is_object(x: Any) -> bool:

@@ -149,13 +149,14 @@ def _sharded(
     leaf: Leaf, split: Plan, out_specs: Any, per_shard: PerShard, arrays: Sequence[Any]
 ) -> list[Any]:
     name, label = leaf.name, leaf.function.label
+    named = lambda path: leaf.function.output_label(path) or "the output"  # noqa: E731
     specs = out_spec_list(name, per_shard.out_specs(out_specs), leaf.structure)
     ins = zip(leaf.site.paths, leaf.ins, split.in_specs, strict=True)
     outs = zip(leaf_paths(leaf.structure), leaf.outs, specs, strict=True)
     local = dataclasses.replace(
         leaf,
         in_specs=tuple(local_spec(name, label(path), s, p, split.mesh) for path, s, p in ins),
-        out_specs=tuple(local_spec(name, f"output{path}", s, p, split.mesh) for path, s, p in outs),
+        out_specs=tuple(local_spec(name, named(path), s, p, split.mesh) for path, s, p in outs),
         source=f"{leaf.source}, for one shard",
     )
 

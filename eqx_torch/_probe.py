@@ -7,6 +7,7 @@ modules or torch's random state; what the run showed about writes to inputs goes
 
 import contextlib
 import dataclasses
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -82,17 +83,17 @@ def _run(
                 result = trial(args, kwargs)
         finally:
             watch.undo()
-    outputs = _outputs(function.name, result, source)
+    outputs = _outputs(function, result, source)
     written = frozenset(i for i, x in enumerate(inputs) if watch.wrote(x) or exposure.exposed(x))
     function.learn(site, written, watch)
     return outputs
 
 
-def _outputs(name: str, result: Any, source: str) -> Outputs:
+def _outputs(function: TorchFunction, result: Any, source: str) -> Outputs:
     leaves, structure = flatten(result)
     for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
         if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
-            raise OutputError(not_a_tensor(name, path, leaf))
+            raise OutputError(not_a_tensor(function, path, leaf))
     specs = tuple(Spec(tuple(x.shape), canonical_dtype(x.dtype)) for x in leaves)
     return Outputs(specs, structure, source)
 
@@ -108,8 +109,14 @@ def _device() -> torch.device:
 
 @contextlib.contextmanager
 def _fake_tensors() -> Iterator[Exposure]:
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield Exposure()
+    # torch logs operators that fail on fake tensors with their tracebacks; here that is no error.
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield Exposure()
+    finally:
+        logger.disabled = disabled
 
 
 @contextlib.contextmanager

@@ -185,7 +185,7 @@ class TorchObject:
     class when it is passed to a torch function. It has none of the object's methods.
     """
 
-    def __init__(self, foreign: Any, leaves: Sequence[Any]) -> None:
+    def __init__(self, foreign: Any, leaves: Iterable[Any]) -> None:
         self._foreign = foreign
         self._leaves = tuple(leaves)
 

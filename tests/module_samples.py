@@ -73,11 +73,11 @@ class Sample:
             dict(module.named_buffers()),
         )
 
-    def in_jax(self) -> tuple[Any, Any, Any]:
+    def in_jax(self, output_shapes: Any) -> tuple[Any, Any, Any]:
         """The converted module, its state, and its step: results of a call on a list of arrays."""
         args, kwargs = self.call_with(self.tensors)
         convert = eqx.nn.make_with_state(from_torch)
-        model, state = convert(self.module, *args, example_kw=kwargs)
+        model, state = convert(self.module, *args, example_kw=kwargs, output_shapes=output_shapes)
 
         def step(model: Any, state: Any, arrays: list[Any]) -> Any:
             def loss(differentiated: Any, state: Any) -> Any:

@@ -125,17 +125,9 @@ def test_single_output_is_not_searched_for_pairs():
         def forward(self, x):
             return transformers.modeling_outputs.BaseModelOutput(last_hidden_state=x)
 
-    outputs = jax.jit(from_torch(Model()))(jnp.ones((0, 2)))
+    outputs = eqx.filter_jit(from_torch(Model()))(jnp.ones((0, 2)))
     assert outputs.last_hidden_state.shape == (0, 2)
     assert outputs.hidden_states is None
-
-
-def _cache_of(outputs: Any) -> Any:
-    return outputs["cache"] if "cache" in outputs else outputs["past_key_values"]
-
-
-def _step_inputs(cache: Any, token: Any) -> dict[str, Any]:
-    return {"input_ids": token, "past_key_values": cache, "use_cache": True}
 
 
 def test_generation_with_a_cache():
@@ -146,26 +138,37 @@ def test_generation_with_a_cache():
 
     @eqx.filter_jit
     def step(model: Any, cache: Any, token: Any) -> Any:
-        outputs = model(**_step_inputs(cache, token))
-        return jnp.argmax(outputs.logits[:, -1:], axis=-1), _cache_of(outputs)
+        outputs = model(input_ids=token, cache=cache)
+        return jnp.argmax(outputs.logits[:, -1:], axis=-1), outputs.cache
 
     with torch.no_grad():
         outputs = module(input_ids=tokens)
-        expected, expected_cache = outputs.logits[:, -1:].argmax(-1), _cache_of(outputs)
+        expected, expected_cache = outputs.logits[:, -1:].argmax(-1), outputs.cache
         first = eqx.filter_jit(model)(input_ids=t2j(tokens))
-        token, cache = jnp.argmax(first.logits[:, -1:], axis=-1), _cache_of(first)
+        token, cache = jnp.argmax(first.logits[:, -1:], axis=-1), first.cache
         for _ in range(3):
-            outputs = module(**_step_inputs(expected_cache, expected))
-            expected, expected_cache = outputs.logits[:, -1:].argmax(-1), _cache_of(outputs)
+            outputs = module(input_ids=expected, cache=expected_cache)
+            expected, expected_cache = outputs.logits[:, -1:].argmax(-1), outputs.cache
             token, cache = step(model, cache, token)
             assert_trees_equal(token, expected)
     assert isinstance(expected_cache, DynamicCache)
     assert_trees_equal(cache.layers[1].keys, expected_cache.layers[1].keys)
 
 
+def test_empty_cache_of_the_user_s_stays_empty():
+    model = from_torch(ARCHITECTURES["llama"].make())
+    ids, cache = jnp.ones((2, 6), int), DynamicCache()
+    expected = model(input_ids=ids).logits
+    for _ in range(2):
+        outputs = model(input_ids=ids, cache=cache)
+        assert_trees_equal(outputs.logits, expected)
+        assert outputs.cache.layers[0].keys.shape == (2, 1, 6, 8)
+    assert cache.get_seq_length() == 0
+
+
 def test_cache_is_a_tree_of_arrays():
     model = from_torch(ARCHITECTURES["llama"].make())
-    cache = _cache_of(model(input_ids=jnp.ones((2, 6), int)))
+    cache = model(input_ids=jnp.ones((2, 6), int)).cache
     assert isinstance(cache, TorchObject)
     assert repr(cache) == "TorchObject(DynamicCache, 4 arrays)"
     assert [x.shape for x in jax.tree.leaves(cache)] == [(2, 1, 6, 8)] * 4

@@ -21,7 +21,7 @@ from .._shapes import OutputShapes
 from .blueprint import Blueprint, Names
 from .core import Core, Options
 from .function import ModuleFunction
-from .layers import changing_buffers, check_convertible
+from .layers import changing_buffers, check_convertible, check_shards
 from .module import TorchModule
 
 
@@ -82,6 +82,8 @@ def from_torch(
     if isinstance(module, TorchModule):
         return _with_options(module, options, example_args, example_kw)
     check_convertible(module)
+    if out_specs is not None:
+        check_shards(module)
     _check_method(module, method)
     check_options(depth, vmap_method, residuals)
     name = type(module).__name__

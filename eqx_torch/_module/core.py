@@ -149,7 +149,7 @@ class _ModuleDeclaration(Declaration):
         if declared is None:
             return None
         shapes, source = declared
-        return (shapes, state), source
+        return (shapes, *state), source
 
 
 def argument_names(module: torch.nn.Module, method: str) -> frozenset[str]:

@@ -1,9 +1,9 @@
 """A module's method as a torch function of its parameters, its changing buffers and arguments.
 
-The function takes `(parameters, state, seed, inference, *args), kwargs` and returns the method's
-result and the new state. What a call borrows (a skeleton, the random generator) it holds until
-the program it is part of is done: the backward of `torch.utils.checkpoint`, of hooks and of
-adjoint solvers reads the module again, and must find the parameters of this very call.
+The function takes `(parameters, state, seed, inference, *args), kwargs` and returns a tuple of the
+method's result and each of the new buffers. What a call borrows (a skeleton, the random generator)
+it holds until the program it is part of is done: the backward of `torch.utils.checkpoint`, of hooks
+and of adjoint solvers reads the module again, and must find the parameters of this very call.
 """
 
 import contextlib
@@ -87,7 +87,7 @@ class ModuleFunction(TorchFunction):
         if changed:
             raise ModuleError(self._changed_constants(changed))
         self._held.items.append(lambda: pool.give_back(skeleton))
-        return result, tuple(state)
+        return result, *state
 
     def release(self) -> None:
         """Gives back what the calls of this thread have borrowed."""
@@ -118,6 +118,12 @@ class ModuleFunction(TorchFunction):
         kind, own = (("parameter", names.parameters), ("buffer", names.state))[int(index)]
         return f"{kind} {own[int(rest[1:-1])]}"
 
+    def output_label(self, path: str) -> str:
+        index, _, rest = path.removeprefix("[").partition("]")
+        if index == "0":
+            return super().output_label(rest)
+        return f"buffer {self.blueprint.names.state[int(index) - 1]}"
+
     @contextlib.contextmanager
     def trial(self, watch: Watch) -> Iterator[Callable[[Sequence[Any], Mapping[str, Any]], Any]]:
         skeleton = self.blueprint.pool(torch.device("cpu")).new()
@@ -133,11 +139,12 @@ class ModuleFunction(TorchFunction):
             self.changed_state = {
                 name for name, old, new in triples if new is not old or watch.wrote(old)
             }
+            replaced = skeleton.changed_constants()
             pairs = zip(self.blueprint.names.constants, skeleton.constants, strict=True)
-            changed = [name for name, c in pairs if watch.wrote(c)] or skeleton.changed_constants()
+            changed = [name for name, c in pairs if watch.wrote(c) or name in replaced]
             if changed:
                 raise ModuleError(self._changed_constants(changed))
-            return result, tuple(new_state)
+            return result, *new_state
 
         yield run
 

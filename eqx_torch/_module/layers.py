@@ -74,6 +74,20 @@ def check_convertible(module: torch.nn.Module) -> None:
         )
 
 
+def check_shards(module: torch.nn.Module) -> None:
+    """Raises if a module would have to see all shards of a call at once."""
+    layers = module.named_modules()
+    synced = [name or "itself" for name, m in layers if isinstance(m, torch.nn.SyncBatchNorm)]
+    if synced:
+        raise ModuleError(
+            f"`{type(module).__name__}` has SyncBatchNorm layers ({', '.join(synced[:3])}), but "
+            "with `out_specs=` each shard is normalised by its own statistics, since torch calls "
+            "on different devices do not communicate. If that will do, make them BatchNorm "
+            "layers; to normalise by the whole batch, leave `out_specs` out and replicate the "
+            "inputs, `jax.sharding.reshard(x, P())`."
+        )
+
+
 def _own_changing(layer: torch.nn.Module) -> list[str]:
     buffers = dict(layer.named_buffers(recurse=False))
     if getattr(layer, "track_running_stats", False):

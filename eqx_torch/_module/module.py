@@ -71,7 +71,7 @@ class TorchModule(eqx.nn.StatefulLayer):
         """
         own = _Own(self.core, kwargs)
         buffers = self._buffers_for(own.state)
-        result, new_buffers = _run(self, buffers, own.key, args, own.rest)
+        result, *new_buffers = _run(self, buffers, own.key, args, own.rest)
         if own.state is None:
             return result
         if self.buffers is None:
@@ -128,7 +128,7 @@ class _ModuleShards(PerShard):
         self._num_buffers = num_buffers
 
     def out_specs(self, out_specs: Any) -> Any:
-        return out_specs, P()
+        return out_specs, *[P()] * self._num_buffers
 
     def enter(self, shards: Sequence[Any], axes: frozenset[str]) -> Sequence[Any]:
         if self._seed is None:
@@ -159,10 +159,11 @@ def _run(
         tuple(module.params[name] for name in names.parameters),
         tuple(buffers[name] for name in names.state),
     )
-    restored = core.restored(Arguments(core.function, args, kwargs))
     arguments = Arguments(core.function, (*tensors, False, inference, *args), kwargs)
+    specs = arguments.specs()
+    restored = core.restored(Arguments(core.function, args, kwargs))
     site = arguments.site(restored)
-    outputs = core.infer(site, arguments.specs())
+    outputs = core.infer(site, specs)
     draws = core.draws(site, inference)
     if draws and key is None:
         raise ModuleError(missing_key(core.name, draws))

@@ -7,17 +7,18 @@ as the forward is done. (The backward may seed again: `torch.utils.checkpoint` d
 """
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 
 import torch
+
+from .._program import EXCLUSIVE
 
 
 class Seeding:
     """Seeds calls, one at a time. Invariant: outside of `drawing`, generators are as found."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = EXCLUSIVE
 
     @contextlib.contextmanager
     def drawing(

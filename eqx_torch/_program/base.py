@@ -137,6 +137,36 @@ class Derived(Program):
         self.inner.prepare()
 
 
+class Derivative(Derived):
+    """A derivative of `inner` by its inputs `wrt`, of its outputs `of`.
+
+    It takes the primals, a token of a recorded graph if `taped`, and then tangents or cotangents,
+    in which it is linear.
+    """
+
+    wrt: Indices
+    of: Indices
+    taped: bool
+
+    @property
+    def tokens(self) -> tuple[Spec, ...]:
+        """The spec of the token, if there is one."""
+        return (TOKEN,) if self.taped else ()
+
+    @functools.cached_property
+    def linear(self) -> frozenset[int]:
+        return frozenset(range(len(self.inner.ins) + self.taped, len(self.ins)))
+
+    @functools.cached_property
+    def order(self) -> int:
+        return self.inner.order + 1
+
+    def split(self, inputs: Tensors) -> tuple[Tensors, Tensors]:
+        """The primals, and the tangents or cotangents."""
+        count = len(self.inner.ins)
+        return inputs[:count], inputs[count + self.taped :]
+
+
 def pick(items: Sequence[Any], indices: Sequence[int]) -> tuple[Any, ...]:
     """The items at these positions."""
     return tuple(items[i] for i in indices)

@@ -27,6 +27,7 @@ class Findings:
     Attributes:
         written: for each call site, the inputs that the function writes to.
         forward_mode: for each program that is computed in forward mode, whether torch can.
+        grad_is_refused: whether `torch.autograd.grad` was refused where `backward` is not.
         batching_fails: whether `torch.func.vmap` has failed where a loop worked.
     """
 
@@ -34,6 +35,7 @@ class Findings:
     forward_mode: WeakKeyDictionary[Any, bool] = dataclasses.field(
         default_factory=WeakKeyDictionary
     )
+    grad_is_refused: bool = False
     batching_fails: bool = False
 
 
@@ -114,6 +116,10 @@ class TorchFunction:
     def label(self, path: str) -> str:
         """How messages call the argument at a path: `[0][1]['a']` is in the second positional."""
         return argument_name(path)
+
+    def output_label(self, path: str) -> str:
+        """How messages call the output at a path; nothing if it is the only one."""
+        return f"output{path}" if path else ""
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, functional: bool) -> Any:
         """Runs the function; `functional` says whether a transformation of torch.func is active."""

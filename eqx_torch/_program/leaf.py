@@ -127,7 +127,7 @@ class Leaf(Program):
     def _checked_leaf(self, i: int, result: Any) -> torch.Tensor:
         shape, dtype, accepted = self._expected[i]
         if not isinstance(result, torch.Tensor) or result.layout is not torch.strided:
-            raise OutputError(not_a_tensor(self.name, leaf_paths(self.structure)[i], result))
+            raise OutputError(not_a_tensor(self.function, leaf_paths(self.structure)[i], result))
         if result.shape != shape or result.dtype not in accepted:
             raise self._spec_error(i, result)
         return result if result.dtype is dtype else result.to(dtype)
@@ -152,7 +152,7 @@ class Leaf(Program):
     def _structure_error(self, results: list[Any], structure: Structure) -> Exception:
         for path, result in zip(leaf_paths(structure), results, strict=True):
             if not isinstance(result, torch.Tensor):
-                return OutputError(not_a_tensor(self.name, path, result))
+                return OutputError(not_a_tensor(self.function, path, result))
         return OutputError(
             f"`{self.name}` returned another structure than was declared.\n"
             f"  declared by {self.source}: {self.structure}\n"
@@ -163,11 +163,11 @@ class Leaf(Program):
 
     def _spec_error(self, i: int, result: torch.Tensor) -> Exception:
         spec = self.outs[i]
-        place = leaf_paths(self.structure)[i]
+        place = self.function.output_label(leaf_paths(self.structure)[i])
         kind = ShapeError if tuple(result.shape) != spec.shape else OutputError
         return kind(
             f"`{self.name}` returned another {'shape' if kind is ShapeError else 'dtype'} than "
-            f"was declared{f' at output{place}' if place else ''}.\n"
+            f"was declared{f' at {place}' if place else ''}.\n"
             f"  declared by {self.source}: {spec.dtype}{list(spec.shape)}\n"
             f"  returned: {str(result.dtype).removeprefix('torch.')}{list(result.shape)}\n"
             "Nothing is broadcast or cast for you: return what was declared, or declare what is "
@@ -187,9 +187,10 @@ def write_error(leaf: Leaf, written: Indices) -> InputError:
     )
 
 
-def not_a_tensor(name: str, path: str, result: Any) -> str:
+def not_a_tensor(function: TorchFunction, path: str, result: Any) -> str:
     """The message for an output that JAX cannot take."""
-    where = f" at output{path}" if path else ""
+    name, place = function.name, function.output_label(path)
+    where = f" at {place}" if place else ""
     if isinstance(result, torch.Tensor):
         return (
             f"`{name}` returned a tensor of layout {result.layout}{where}, but JAX arrays are "

@@ -7,7 +7,7 @@ import torch
 
 from .._compat import cached_weakly
 from .base import Derived, Indices, Program, replaced, Spec, Tensors, TOKEN
-from .derivative import leaf_of
+from .reverse import leaf_of
 from .tape import Tape, TAPES
 
 
@@ -42,7 +42,8 @@ class Record(Derived):
         return Record(self.inner.broadcast(size, shared), self.wrt)
 
     def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
-        if functional or any(x.device.type != "cpu" for x in inputs):
+        refused = self.leaf.function.findings.grad_is_refused
+        if functional or refused or any(x.device.type != "cpu" for x in inputs):
             return [*self.inner.run(inputs, functional), _token(0)]
         copies = TAPES.copies(self.inner)
         primals = [x.clone() for x in inputs] if copies else inputs

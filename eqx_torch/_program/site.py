@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .._ambient import Ambient
+from .._containers import fresh
 from .._trees import flatten, leaf_paths, Static, Structure
 
 
@@ -39,7 +40,7 @@ class Site:
         if self._positional:
             return arrays, {}
         rest = iter(arrays)
-        leaves = [next(rest) if s is None else s.value for s in self.statics]
+        leaves = [next(rest) if s is None else fresh(s.value) for s in self.statics]
         return self.structure.unflatten(leaves)
 
     @functools.cached_property

@@ -1,0 +1,105 @@
+"""Forward mode: the tangents of a program's outputs, computed by torch.
+
+Dual numbers are used or, where an operator or an `autograd.Function` has no forward derivative, the
+pullback is differentiated, which is linear in its cotangent u:
+
+    d/du <J^T u, t> = J t          (the "double backward trick", J. Townsend, 2017)
+
+Where a forward derivative is missing, torch does not always say so: custom operators, and some of
+its own, drop the tangents of inputs that need no gradient. So dual numbers are made of tensors
+that do need one, and the results must have a tangent wherever they have a gradient. That cannot be
+asked of `torch.func.jvp`, so a program is batched only after one member of the batch was run
+without it.
+"""
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+
+from .._compat import set_forward_grad_enabled, set_grad_enabled
+from .._errors import EqxTorchError
+from .base import Derivative, pick, Tensors
+from .exclusive import EXCLUSIVE
+from .reverse import gradients, leaf_of, refuse_errors, requires_gradient, restricted
+
+
+_NO_TANGENT = (
+    "`{name}` cannot be differentiated in forward mode: it has no forward derivative in torch, and "
+    "its backward is computed outside of autograd (on detached tensors or by NumPy), so torch "
+    "cannot differentiate that instead. Use reverse mode (`jax.grad`, `jax.vjp`, `jax.jacrev`), or "
+    "give the `torch.autograd.Function` a `jvp`."
+)
+
+
+def dual_numbers(jvp: Derivative, primals: Tensors, tangents: Tensors) -> list[torch.Tensor]:
+    """The tangents, by dual numbers."""
+    active = map(leaf_of, pick(primals, jvp.wrt))
+    with EXCLUSIVE, _NoGradStopsTangents(), forward_ad.dual_level():
+        duals = map(forward_ad.make_dual, active, tangents)
+        return list(map(_tangent, restricted(jvp, primals, functional=False)(*duals)))
+
+
+def double_backward(jvp: Derivative, primals: Tensors, tangents: Tensors) -> list[torch.Tensor]:
+    """The tangents, by the derivative of the pullback."""
+    nested = requires_gradient([*primals, *tangents])
+    active = [leaf_of(p) for p in pick(primals, jvp.wrt)]
+    outputs = restricted(jvp, primals, functional=False)(*active)
+    seeds = [torch.ones_like(y).requires_grad_() for y in outputs]
+    pulled = gradients(outputs, active, seeds, create_graph=True)
+    refuse_errors(pulled)
+    if not requires_gradient(pulled) and any(map(torch.any, pulled)):
+        raise EqxTorchError(_NO_TANGENT.format(name=jvp.leaf.name))
+    return gradients(pulled, seeds, tangents, create_graph=nested)
+
+
+def functional_dual_numbers(
+    jvp: Derivative, primals: Tensors, tangents: Tensors
+) -> list[torch.Tensor]:
+    """The tangents, by `torch.func.jvp`."""
+    forward = restricted(jvp, primals, functional=True)
+    with EXCLUSIVE, _NoGradStopsTangents():
+        return list(torch.func.jvp(forward, pick(primals, jvp.wrt), tuple(tangents))[1])
+
+
+def functional_double_backward(
+    jvp: Derivative, primals: Tensors, tangents: Tensors
+) -> list[torch.Tensor]:
+    """The tangents, by the derivative of the pullback of `torch.func`."""
+    forward = restricted(jvp, primals, functional=True)
+    outputs, pull, *_ = torch.func.vjp(forward, *pick(primals, jvp.wrt))
+    seeds = tuple(map(torch.zeros_like, outputs))
+    push = torch.func.vjp(lambda *us: pull(us), *seeds)[1]
+    return list(push(tuple(tangents)))
+
+
+@functools.cache
+def load_forward_mode() -> None:
+    """torch loads rules at the first use, with a deprecated function, and warns of itself."""
+    with EXCLUSIVE, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with forward_ad.dual_level():
+            forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+
+
+class _NoGradStopsTangents(TorchFunctionMode):
+    """What is computed under `torch.no_grad` is constant, in forward mode as in reverse mode."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is set_grad_enabled:
+            set_forward_grad_enabled(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _tangent(y: torch.Tensor) -> torch.Tensor:
+    tangent = forward_ad.unpack_dual(y).tangent
+    if tangent is not None:
+        return tangent
+    if y.requires_grad:
+        raise NotImplementedError("an operator without a forward derivative dropped the tangents")
+    return torch.zeros_like(y)
