@@ -39,7 +39,15 @@ class Ambient:
 
         XLA may run torch in the user's thread, whose settings are those of the moment.
         """
-        return Ambient((None,) * len(_AUTOCAST_DEVICES), torch.get_default_dtype(), None).in_force()
+        if (
+            torch.is_grad_enabled()
+            and not torch.is_inference_mode_enabled()
+            and not torch_function_modes()
+            and not any(map(torch.is_autocast_enabled, _AUTOCAST_DEVICES))
+        ):
+            return _NOTHING
+        none = (None,) * len(_AUTOCAST_DEVICES)
+        return Ambient(none, torch.get_default_dtype(), None)._entered()
 
     def in_force(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which these settings hold, whichever thread enters it."""
