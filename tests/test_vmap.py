@@ -21,12 +21,10 @@ loops = pytest.mark.filterwarnings("ignore:torch.func.vmap cannot batch")
 
 @loops
 @every_twin
-@pytest.mark.parametrize("method", ["torch", "sequential"])
-def test_vmap(getkey, twin, method):
+def test_vmap(getkey, twin):
     args = twin.args(getkey, 3)
-    wrapped = torch2jax(twin.torch, vmap_method=method)
     expected = jax.jit(jax.vmap(twin.jax))(*args)
-    assert_trees_equal(jax.jit(jax.vmap(wrapped))(*args), expected)
+    assert_trees_equal(jax.jit(jax.vmap(twin.wrapped))(*args), expected)
 
 
 @loops

@@ -8,13 +8,13 @@ from eqx_torch import torch2jax
 
 from .helpers import assert_trees_equal
 from .test_vmap import _batch_aware, _batch_aware_in_jax, every_method, loops
-from .twins import every_twin, random_array, scalar, twins
+from .twins import random_array, scalar, twins
 
 
 pytestmark = loops
 
 
-@every_twin
+@twins("nested", "writes", "ids", "top", "hidden_input", "inner_grad", "complex", "empty")
 @pytest.mark.parametrize("method", ["torch", "sequential"])
 def test_vmap_of_grad_and_grad_of_vmap(getkey, twin, method):
     args = twin.args(getkey, 3)

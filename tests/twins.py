@@ -193,12 +193,6 @@ TWINS = {
 every_twin = pytest.mark.parametrize("twin", TWINS.values(), ids=TWINS)
 
 
-def twins_without(*names: str):
-    """Parametrizes over the others."""
-    kept = {name: twin for name, twin in TWINS.items() if name not in names}
-    return pytest.mark.parametrize("twin", kept.values(), ids=kept)
-
-
 def twins(*names: str):
     """Parametrizes over these."""
     return pytest.mark.parametrize("twin", [TWINS[name] for name in names], ids=names)
