@@ -53,7 +53,8 @@ def from_torch(
         and find out which buffers the forward changes, by one run on tensors without memory.
     - `output_shapes`, `out_specs`, `lock`, `depth`, `vmap_method`: as in `torch2jax`. With
         `out_specs`, the shards of a call draw different random numbers, and changed buffers are
-        averaged over the shards (integers: the maximum).
+        averaged over the shards (integers: the maximum). Each shard is normalised by its own
+        statistics, so `torch.nn.SyncBatchNorm`, which promises otherwise, is refused.
     - `state`: the names of the buffers that the forward changes. If None they are found out by
         the examples, and without examples are those of torch's normalisation layers.
     - `method`: the method to call.
