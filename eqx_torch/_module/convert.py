@@ -41,46 +41,41 @@ def from_torch(
 ) -> TorchModule:
     """Makes an Equinox module of a torch module.
 
-        The parameters are copied to JAX arrays; the torch module is left as it is, and later changes
-        to it do not reach the result. Buffers that the forward changes become state: use
-        `model, state = equinox.nn.make_with_state(from_torch)(module)` for a module that has any.
+    The parameters are copied to JAX arrays; the torch module is left as it is, and later changes
+    to it do not reach the result. Buffers that the forward changes become state: use
+    `model, state = equinox.nn.make_with_state(from_torch)(module)` for a module that has any.
 
-        **Arguments:**
+    **Arguments:**
 
-        - `module`: the torch module, or a `TorchModule` of which to convert another method; that
-            shares its parameters.
-        - `*example_args`, `example_kw`: optional examples of the method's arguments: torch tensors,
-            JAX arrays or `jax.ShapeDtypeStruct`. They fix the structure of the arguments, move errors
-            to the time of conversion, give 64-bit dtypes back to arguments that JAX holds in 32 bits,
-            and find out which buffers the forward changes, by one run on tensors without memory.
-    <<<<<<< HEAD
-        - `output_shapes`, `out_specs`, `lock`, `depth`, `vmap_method`, `residuals`,
-            `signature`: as in `torch2jax`. With `out_specs`, the shards of a call draw different
-            random numbers, and changed buffers are averaged over the shards (integers: the maximum).
-    =======
-        - `output_shapes`, `out_specs`, `lock`, `depth`, `vmap_method`: as in `torch2jax`. With
-            `out_specs`, the shards of a call draw different random numbers, and changed buffers are
-            averaged over the shards (integers: the maximum). Each shard is normalised by its own
-            statistics, so `torch.nn.SyncBatchNorm`, which promises otherwise, is refused.
-    >>>>>>> modules
-        - `state`: the names of the buffers that the forward changes. If None they are found out by
-            the examples, and without examples are those of torch's normalisation layers.
-        - `method`: the method to call.
+    - `module`: the torch module, or a `TorchModule` of which to convert another method; that
+        shares its parameters.
+    - `*example_args`, `example_kw`: optional examples of the method's arguments: torch tensors,
+        JAX arrays or `jax.ShapeDtypeStruct`. They fix the structure of the arguments, move errors
+        to the time of conversion, give 64-bit dtypes back to arguments that JAX holds in 32 bits,
+        and find out which buffers the forward changes, by one run on tensors without memory.
+    - `output_shapes`, `out_specs`, `lock`, `depth`, `vmap_method`, `residuals`,
+        `signature`: as in `torch2jax`. With `out_specs`, the shards of a call draw different
+        random numbers, and changed buffers are averaged over the shards (integers: the
+        maximum). Each shard is normalised by its own statistics, so `torch.nn.SyncBatchNorm`,
+        which promises otherwise, is refused.
+    - `state`: the names of the buffers that the forward changes. If None they are found out by
+        the examples, and without examples are those of torch's normalisation layers.
+    - `method`: the method to call.
 
-        **Returns:**
+    **Returns:**
 
-        A `TorchModule`.
+    A `TorchModule`.
 
-        **Raises:**
+    **Raises:**
 
-        `ModuleError` for a module that cannot be converted, with what to do first.
+    `ModuleError` for a module that cannot be converted, with what to do first.
 
-        !!! example
+    !!! example
 
-            >>> import jax.numpy as jnp, torch
-            >>> model = from_torch(torch.nn.Linear(3, 2))
-            >>> model(jnp.ones((5, 3))).shape
-            (5, 2)
+        >>> import jax.numpy as jnp, torch
+        >>> model = from_torch(torch.nn.Linear(3, 2))
+        >>> model(jnp.ones((5, 3))).shape
+        (5, 2)
     """
     held = lock_of(lock)
     options = Options(
