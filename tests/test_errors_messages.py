@@ -224,14 +224,14 @@ SHARDED = {
     ),
     "undividable output": Case(
         ShardingError,
-        f"output of `<lambda>`, of global shape [9], cannot be divided by {P('x')} over "
+        f"the output of `<lambda>`, of global shape [9], cannot be divided by {P('x')} over "
         "the mesh axes {'x': 2, 'y': 4}. Each sharded dimension must be a multiple of the number "
         "of devices along its axes: pad the batch, or choose other specs.",
         lambda: _sharded(out_specs=P("x"))(lambda x: torch.cat([x, x[:1]])),
     ),
     "too many entries": Case(
         ShardingError,
-        f"output of `sum`, of global shape [], cannot be divided by {P('x')} over the "
+        f"the output of `sum`, of global shape [], cannot be divided by {P('x')} over the "
         "mesh axes {'x': 2, 'y': 4}. Each sharded dimension must be a multiple of the number of "
         "devices along its axes: pad the batch, or choose other specs.",
         lambda: _sharded(out_specs=P("x"))(torch.sum),
@@ -290,7 +290,7 @@ RUNTIME = {
         "  declared by output_shapes: float32[4]\n"
         "  returned: float32[2]\n"
         "Nothing is broadcast or cast for you: return what was declared, or declare what is "
-        "returned by `output_shapes=`.",
+        "returned, in the annotation or by `output_shapes=`.",
     ),
     "dtype": (
         lambda x: x.to(torch.float16),
@@ -298,14 +298,15 @@ RUNTIME = {
         "  declared by output_shapes: float32[4]\n"
         "  returned: float16[4]\n"
         "Nothing is broadcast or cast for you: return what was declared, or declare what is "
-        "returned by `output_shapes=`.",
+        "returned, in the annotation or by `output_shapes=`.",
     ),
     "structure": (
         lambda x: (x, x),
         "OutputError: `f` returned another structure than was declared.\n"
         "  declared by output_shapes: *\n"
         "  returned: (*, *)\n"
-        "Return the same structure on every call, or declare the right one by `output_shapes=`.",
+        "Return the same structure on every call, or declare the right one, in the annotation or "
+        "by `output_shapes=`.",
     ),
     "number": (
         lambda x: 3.0,

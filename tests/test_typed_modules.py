@@ -311,7 +311,7 @@ def test_another_shape_is_returned():
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         jax.block_until_ready(model(X))
     assert (
-        "ShapeError: `Wrong` returned another shape than was declared at output[0].\n"
+        "ShapeError: `Wrong` returned another shape than was declared.\n"
         "  declared by its annotation Float[Tensor, 'n 2']: float32[4, 2]\n"
         "  returned: float32[4, 3]\n"
     ) in str(caught.value)

@@ -164,7 +164,7 @@ def _saved_bytes(tape: Tape) -> int:
             continue
         seen.add(node)
         pending.extend(next_node for next_node, _ in node.next_functions)
-        for tensor in _saved_tensors(node):
+        for tensor in filter(_has_storage, _saved_tensors(node)):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in own:
                 sizes[storage.data_ptr()] = storage.nbytes()
@@ -181,6 +181,10 @@ def _saved_tensors(node: Any) -> Iterator[torch.Tensor]:
             continue
         values = value if isinstance(value, list | tuple) else [value]
         yield from (v for v in values if isinstance(v, torch.Tensor))
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
 
 
 def _half_of_memory() -> int:
