@@ -164,8 +164,7 @@ def _saved_bytes(tape: Tape) -> int:
             continue
         seen.add(node)
         pending.extend(next_node for next_node, _ in node.next_functions)
-        for tensor in _saved_tensors(node):
-            storage = tensor.untyped_storage()
+        for storage in map(torch.Tensor.untyped_storage, _saved_tensors(node)):
             if storage.data_ptr() not in own:
                 sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
@@ -180,7 +179,26 @@ def _saved_tensors(node: Any) -> Iterator[torch.Tensor]:
         except RuntimeError:  # written to since; its memory still counts with its own node
             continue
         values = value if isinstance(value, list | tuple) else [value]
-        yield from (v for v in values if isinstance(v, torch.Tensor))
+        for tensor in (v for v in values if isinstance(v, torch.Tensor)):
+            yield from _dense_parts(tensor)
+
+
+def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What has storage: a sparse tensor has none but consists of tensors that have."""
+    if tensor.layout is torch.strided:
+        return [tensor]
+    return [getattr(tensor, part)() for part in _PARTS.get(tensor.layout, ())]
+
+
+_ROWS = ("crow_indices", "col_indices", "values")
+_COLUMNS = ("ccol_indices", "row_indices", "values")
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _ROWS,
+    torch.sparse_bsr: _ROWS,
+    torch.sparse_csc: _COLUMNS,
+    torch.sparse_bsc: _COLUMNS,
+}
 
 
 def _half_of_memory() -> int:
