@@ -6,7 +6,7 @@ tensors it makes share memory with XLA's buffers and are valid until it returns.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from .._ambient import Ambient, in_neutral_thread
@@ -21,42 +21,40 @@ def callback(program: Program, platform: str) -> Callable[..., tuple[()]]:
     It takes XLA's execution context, a buffer for each input and then one for each output.
     """
     function = program.leaf.function
+    run = _evaluator(program)
+    if platform == "cpu" and function.lock is None:
+        return run  # contexts with nothing in them would be a twentieth of what a call costs
     stream = contextlib.nullcontext if platform == "cpu" else on_stream
-
-    def run(context: Any, *buffers: Any) -> tuple[()]:
-        if in_neutral_thread():
-            evaluate(buffers)
-        else:
-            with Ambient.neutral():
-                evaluate(buffers)
-        return ()
 
     def run_guarded(context: Any, *buffers: Any) -> tuple[()]:
         with stream(context), function.lock or contextlib.nullcontext():
             return run(context, *buffers)
 
-    evaluate = _evaluator(program)
-    # Contexts with nothing in them would be a twentieth of what a call costs.
-    return run if platform == "cpu" and function.lock is None else run_guarded
+    return run_guarded
 
 
-def _evaluator(program: Program) -> Callable[[Sequence[Any]], None]:
-    """The function that evaluates a program on its inputs, into the outputs that follow them."""
+def _evaluator(program: Program) -> Callable[..., tuple[()]]:
     count = len(program.ins)
-    release = program.leaf.function.release
-    run = program.run
+    evaluate = program.runner()
+    function = program.leaf.function
+    release = function.release if function.borrows else None
 
-    def evaluate(buffers: Sequence[Any]) -> None:
+    def run(context: Any, *buffers: Any) -> tuple[()]:
+        if not in_neutral_thread():
+            with Ambient.neutral():
+                return run(context, *buffers)
         tensors = [from_dlpack(b.__dlpack__()) for b in buffers]
         inputs = tensors[:count]
         try:
-            for i, result in enumerate(run(inputs, False), count):
+            for i, result in enumerate(evaluate(inputs, False), count):
                 tensors[i].copy_(result.detach() if result.requires_grad else result)
         finally:
-            release()
+            if release is not None:
+                release()
         for x in inputs:
             if x._version:
-                written = [i for i, x in enumerate(inputs) if x._version]
-                raise write_error(program.leaf, tuple(written))
+                written = tuple(i for i, x in enumerate(inputs) if x._version)
+                raise write_error(program.leaf, written)
+        return ()
 
-    return evaluate
+    return run

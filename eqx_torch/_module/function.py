@@ -29,6 +29,7 @@ class ModuleFunction(TorchFunction):
     """
 
     randomness = "same"
+    borrows = True
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class ModuleFunction(TorchFunction):
     def __hash__(self) -> int:
         return hash(self._key())
 
-    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, functional: bool) -> Any:
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], functional: bool) -> Any:
         parameters, state, seed, inference, *rest = args
         pool = self.blueprint.pool(_device(parameters, rest))
         skeleton = pool.borrow()

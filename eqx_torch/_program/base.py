@@ -17,7 +17,7 @@ Programs are hashable and compare by value: equal ones share a trace and a compi
 
 import abc
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -97,6 +97,10 @@ class Program(abc.ABC):
             functional: whether a transformation of `torch.func` is active around this call, so
                 that only `torch.func` may be used within it.
         """
+
+    def runner(self) -> Callable[[Tensors, bool], Tensors]:
+        """`run`, prepared for many calls."""
+        return self.run
 
     @abc.abstractmethod
     def broadcast(self, size: int, shared: Indices) -> "Program":

@@ -21,22 +21,33 @@ PROCESS_LOCK = threading.RLock()
 
 
 @dataclasses.dataclass(eq=False)
+class Writes:
+    """The inputs that a function writes to at one call site, None if that is not known."""
+
+    inputs: frozenset[int] | None = None
+
+
+@dataclasses.dataclass(eq=False)
 class Findings:
     """What runs of a function have shown. Invariant: dropping any of it costs time, never truth.
 
     Attributes:
-        written: for each call site, the inputs that the function writes to.
+        writes: for each call site, what is known of its writes to inputs.
         forward_mode: for each program that is computed in forward mode, whether torch can.
         grad_is_refused: whether `torch.autograd.grad` was refused where `backward` is not.
         batching_fails: whether `torch.func.vmap` has failed where a loop worked.
     """
 
-    written: dict[Site, frozenset[int]] = dataclasses.field(default_factory=dict)
+    writes: dict[Site, Writes] = dataclasses.field(default_factory=dict)
     forward_mode: WeakKeyDictionary[Any, bool] = dataclasses.field(
         default_factory=WeakKeyDictionary
     )
     grad_is_refused: bool = False
     batching_fails: bool = False
+
+    def writes_at(self, site: Site) -> Writes:
+        """What is known of a call site, to be updated in place."""
+        return self.writes.setdefault(site, Writes())
 
 
 class Compiled:
@@ -64,9 +75,11 @@ class TorchFunction:
         residuals: whether forwards keep their graph for the backward, or backwards recompute.
         compiled: weakly, its jitted programs.
         randomness: what `torch.func.vmap` makes of random numbers.
+        borrows: whether calls hold something that `release` ends.
     """
 
     randomness = "different"
+    borrows = False
 
     def __init__(
         self,
@@ -98,7 +111,7 @@ class TorchFunction:
     def learn(self, site: Site, written: frozenset[int], watch: Watch) -> None:
         """Takes note of what a trial has shown."""
         del watch
-        self.findings.written[site] = written
+        self.findings.writes_at(site).inputs = written
 
     def release(self) -> None:
         """Ends what calls of this thread have left open for their backward."""
@@ -121,7 +134,7 @@ class TorchFunction:
         """How messages call the output at a path; nothing if it is the only one."""
         return f"output{path}" if path else ""
 
-    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, functional: bool) -> Any:
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], functional: bool) -> Any:
         """Runs the function; `functional` says whether a transformation of torch.func is active."""
         del functional
         return self.python(*args, **kwargs)

@@ -37,7 +37,7 @@ class Site:
 
     def arguments(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         """The arguments, with these arrays in their places."""
-        if self._positional:
+        if self.is_positional:
             return arrays, {}
         rest = iter(arrays)
         leaves = [next(rest) if s is None else fresh(s.value) for s in self.statics]
@@ -50,7 +50,8 @@ class Site:
         return [path for path, static in pairs if static is None]
 
     @functools.cached_property
-    def _positional(self) -> bool:
+    def is_positional(self) -> bool:
+        """Whether the arguments are the arrays, in order, and nothing else."""
         _, plain = flatten(((0,) * len(self.statics), {}))
         return self.structure == plain and not any(self.statics)
 
