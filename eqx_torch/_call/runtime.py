@@ -6,7 +6,7 @@ tensors it makes share memory with XLA's buffers and are valid until it returns.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .._ambient import Ambient, in_neutral_thread
@@ -21,28 +21,35 @@ def callback(program: Program, platform: str) -> Callable[..., tuple[()]]:
     It takes XLA's execution context, a buffer for each input and then one for each output.
     """
     function = program.leaf.function
-    run = _evaluator(program)
-    if platform == "cpu" and function.lock is None:
-        return run  # contexts with nothing in them would be a twentieth of what a call costs
+    evaluate = _evaluator(program)
     stream = contextlib.nullcontext if platform == "cpu" else on_stream
 
+    def run(context: Any, *buffers: Any) -> tuple[()]:
+        del context
+        if in_neutral_thread():
+            evaluate(buffers)
+        else:
+            with Ambient.neutral():
+                evaluate(buffers)
+        return ()
+
     def run_guarded(context: Any, *buffers: Any) -> tuple[()]:
-        with stream(context), function.lock or contextlib.nullcontext():
-            return run(context, *buffers)
+        with stream(context), function.lock or contextlib.nullcontext(), Ambient.neutral():
+            evaluate(buffers)
+        return ()
 
-    return run_guarded
+    # Contexts with nothing in them would be a twentieth of what a call costs.
+    return run if platform == "cpu" and function.lock is None else run_guarded
 
 
-def _evaluator(program: Program) -> Callable[..., tuple[()]]:
+def _evaluator(program: Program) -> Callable[[Sequence[Any]], None]:
+    """The function that evaluates a program on buffers: its inputs, then its outputs."""
     count = len(program.ins)
     evaluate = program.runner()
     function = program.leaf.function
     release = function.release if function.borrows else None
 
-    def run(context: Any, *buffers: Any) -> tuple[()]:
-        if not in_neutral_thread():
-            with Ambient.neutral():
-                return run(context, *buffers)
+    def run(buffers: Sequence[Any]) -> None:
         tensors = [from_dlpack(b.__dlpack__()) for b in buffers]
         inputs = tensors[:count]
         try:
@@ -55,6 +62,5 @@ def _evaluator(program: Program) -> Callable[..., tuple[()]]:
             if x._version:
                 written = tuple(i for i, x in enumerate(inputs) if x._version)
                 raise write_error(program.leaf, written)
-        return ()
 
     return run
