@@ -83,8 +83,9 @@ def torch2jax(
     **Raises:**
 
     `InputError` for arguments that do not fit; when called also `ShapeError`, `DtypeError`,
-    `OutputError`, `ShardingError` and `DepthError`. What `fn` raises arrives as
-    `jax.errors.JaxRuntimeError` with torch's message and traceback in its text.
+    `OutputError`, `ShardingError` and `DepthError`. What is raised while the program runs, by `fn`
+    or by the checks of its results, arrives inside the text of an error of JAX's
+    (`jax.errors.JaxRuntimeError` or `ValueError`), with torch's message and traceback.
 
     !!! example
 
