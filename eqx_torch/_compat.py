@@ -10,17 +10,16 @@ from typing import Any, TypeVar
 import jax
 import jax.core
 import numpy as np
-
-# `register_cache` is how JAX's own caches are emptied by `jax.clear_caches()`; the graphs that
-# forwards have recorded are one more.
-# JAX's tracing caches own the parameters of a primitive (up to 2048 entries) unless their type is
-# in this set, which holds them by weak reference, as JAX does with jaxprs. Without it the caches
-# would keep the torch functions and modules alive that the user has dropped.
-from jax._src.util import register_cache, weakref_cache_key_types as _weakly_cached_types
+from jax._src.util import (
+    # How JAX's own caches are emptied by `jax.clear_caches()`; recorded graphs are one more.
+    register_cache,
+    # JAX's tracing caches own the parameters of a primitive (up to 2048 entries) unless their type
+    # is in this set, which holds them weakly, as JAX does with jaxprs. Without it the caches would
+    # keep the torch functions and modules alive that the user has dropped.
+    weakref_cache_key_types as _weakly_cached_types,
+)
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-
-# Tensors without memory have no public constructor; `torch.compile` and `torch.export` use these.
 from torch._C import (
     # `torch.from_dlpack` takes a capsule too, but is a Python function: 0.5 us more for each array.
     _from_dlpack as from_dlpack,
@@ -33,12 +32,14 @@ from torch._C import (
     _set_fwd_grad_enabled as set_forward_grad_enabled,
     _set_grad_enabled as set_grad_enabled,
 )
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-
-# The only hook that sees each operator with its schema, hence each write; used while probing.
-# Copies of real storages are taken in the middle of a run on fake tensors.
+from torch._subclasses.fake_tensor import (
+    # Tensors without memory have no public constructor; `torch.compile` uses these.
+    FakeTensorMode as FakeTensorMode,
+)
 from torch.utils._python_dispatch import (
+    # Copies of real storages are taken in the middle of a run on fake tensors.
     _disable_current_modes as without_modes,
+    # The only hook that sees each operator with its schema, hence each write; for probing.
     TorchDispatchMode as TorchDispatchMode,
 )
 

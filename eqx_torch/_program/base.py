@@ -16,6 +16,7 @@ Programs are hashable and compare by value: equal ones share a trace and a compi
 """
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -141,6 +142,7 @@ class Derived(Program):
         self.inner.prepare()
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class Derivative(Derived):
     """A derivative of `inner` by its inputs `wrt`, of its outputs `of`.
 
@@ -148,9 +150,10 @@ class Derivative(Derived):
     in which it is linear.
     """
 
+    inner: Program
     wrt: Indices
     of: Indices
-    taped: bool
+    taped: bool = False
 
     @property
     def tokens(self) -> tuple[Spec, ...]:

@@ -28,11 +28,6 @@ class Jvp(Derivative):
     for each output in `of`.
     """
 
-    inner: Program
-    wrt: Indices
-    of: Indices
-    taped: bool = False
-
     @functools.cached_property
     def ins(self) -> tuple[Spec, ...]:
         return (*self.inner.ins, *self.tokens, *pick(self.inner.ins, self.wrt))
@@ -83,11 +78,6 @@ class Vjp(Derivative):
     Takes the primals, a token if `taped`, and a cotangent for each output in `of`; gives one for
     each input in `wrt`. With a token, the graph that `Record` has kept is used if it is valid.
     """
-
-    inner: Program
-    wrt: Indices
-    of: Indices
-    taped: bool = False
 
     @functools.cached_property
     def ins(self) -> tuple[Spec, ...]:
