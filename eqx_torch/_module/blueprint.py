@@ -59,6 +59,11 @@ class Blueprint:
         self.flags = tuple(m.training for m in self.module.modules())
         self._pools: dict[torch.device, _Pool] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle: without the skeletons, and what was computed."""
+        kept = ("names", "parameters", "state", "constants", "module", "flags")
+        return {**{name: getattr(self, name) for name in kept}, "_pools": {}}
+
     @functools.cached_property
     def key(self) -> Hashable:
         """Equal for equal blueprints."""
