@@ -97,7 +97,7 @@ def check_replicated(
         name: of the function.
         what: the arrays are.
         named: the arrays, by name.
-        arrays: the call's inputs.
+        arrays: the call's other inputs.
         remedy: moves the arrays to `mesh`.
     """
     mesh = _mesh([jax.typeof(x) for x in arrays])
@@ -113,8 +113,8 @@ def check_replicated(
             lies = f"sharded there, by {sharding.spec}"
         if lies:
             raise ShardingError(
-                f"`{name}` was called on the mesh {_shown(mesh)}, but its {what} {key} lies {lies}. "
-                f"Replicate the {what}s over the mesh: `{remedy}`."
+                f"`{name}` was called on the mesh {_shown(mesh)}, but its {what} {key} lies "
+                f"{lies}. Replicate the {what}s over the mesh: `{remedy}`."
             )
 
 

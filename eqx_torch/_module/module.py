@@ -165,7 +165,8 @@ def _run(
         tuple(buffers[name] for name in names.state),
     )
     arguments = Arguments(core.function, (*tensors, False, inference, *args), kwargs)
-    check_replicated(core.name, "buffer", buffers, arguments.arrays(), _ON_THE_MESH)
+    others = [x for x in arguments.arrays() if not any(x is b for b in buffers.values())]
+    check_replicated(core.name, "buffer", buffers, others, _ON_THE_MESH)
     specs = arguments.specs()
     restored = core.restored(Arguments(core.function, args, kwargs))
     site = arguments.site(restored)
