@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.core
 from jax.sharding import AxisType, PartitionSpec as P
 
 from ._compat import axes_of_type, explicit_axes
