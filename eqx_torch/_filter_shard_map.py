@@ -7,6 +7,8 @@ from typing import Any
 import equinox as eqx
 import jax
 
+from ._sharding import check_meshes, check_own_mesh
+
 
 def filter_shard_map(
     f: Callable[..., Any] | None = None,
@@ -32,6 +34,10 @@ def filter_shard_map(
     **Returns:**
 
     A function with the signature of `f`.
+
+    **Raises:**
+
+    `ShardingError` if the arguments lie on another mesh than `mesh` or that of `jax.set_mesh`.
 
     !!! example
 
@@ -61,6 +67,9 @@ def filter_shard_map(
 
     def mapped(*args: Any) -> Any:
         arrays, static = eqx.partition(args, eqx.is_array)
+        name = getattr(f, "__name__", type(f).__name__)
+        check_own_mesh(name, mesh)
+        check_meshes(name, [jax.typeof(x) for x in jax.tree.leaves(arrays)])
         rest: list[Any] = []
 
         def body(*shards: Any) -> Any:
@@ -71,10 +80,11 @@ def filter_shard_map(
         call = jax.shard_map(
             body,
             mesh=mesh,
-            in_specs=in_specs,
             out_specs=out_specs,
             axis_names=set(axis_names),
             check_vma=check_vma,
+            # To JAX, None means arguments without arrays.
+            **({} if in_specs is None else {"in_specs": in_specs}),
         )
         return eqx.combine(call(*arrays), rest.pop())
 

@@ -19,7 +19,7 @@ import torch
 
 from .._annotations import strip_checkers
 from .._dtypes import canonical_dtype, dtype_j2t, is_inexact
-from .fingerprint import fingerprint
+from .fingerprint import digest, fingerprint
 from .slots import buffer_slot, copied, fill, slots_of
 
 
@@ -52,6 +52,12 @@ class Blueprint:
         self.parameters = [_placeholder(tensors[name]) for name in names.parameters]
         self.state = [_placeholder(tensors[name]) for name in names.state]
         self.constants = [_constant(tensors[name]) for name in names.constants]
+        # In torch's own precision, for the way back, where JAX's is another.
+        self.precise = {
+            i: tensors[name].detach().clone()
+            for i, name in enumerate(names.constants)
+            if tensors[name].dtype != self.constants[i].dtype
+        }
         all_names = names.parameters + names.state + names.constants
         stand_ins = [*self.parameters, *self.state, *self.constants]
         memo = {id(tensors[n]): new for n, new in zip(all_names, stand_ins, strict=True)}
@@ -59,11 +65,18 @@ class Blueprint:
         self.flags = tuple(m.training for m in self.module.modules())
         self._pools: dict[torch.device, _Pool] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle: without the skeletons, and what was computed."""
+        kept = ("names", "parameters", "state", "constants", "precise", "module", "flags")
+        return {**{name: getattr(self, name) for name in kept}, "_pools": {}}
+
     @functools.cached_property
     def key(self) -> Hashable:
         """Equal for equal blueprints."""
         named = [*self.parameters, *self.state]
-        return fingerprint(self.module, {id(t): ("tensor", i) for i, t in enumerate(named)})
+        placeholders = {id(t): ("tensor", i) for i, t in enumerate(named)}
+        precise = tuple((i, digest(t)) for i, t in self.precise.items())
+        return fingerprint(self.module, placeholders), precise
 
     def __eq__(self, other: object) -> bool:
         if self is other:

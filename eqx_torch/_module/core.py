@@ -129,6 +129,13 @@ class Core:
     def __repr__(self) -> str:
         return self.name
 
+    def __deepcopy__(self, memo: Any) -> "Core":
+        return self  # as it never changes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by the torch module without its parameters, and the options."""
+        return Core, (self.blueprint, self.dtypes, self.options, self.examples)
+
 
 class _ModuleDeclaration(Declaration):
     """What is declared of a method, for the function with parameters and state in front."""

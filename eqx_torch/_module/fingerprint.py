@@ -79,7 +79,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, str):
             return self._position(obj, obj)
         if isinstance(obj, torch.Tensor):
-            return self._position(id(obj), self._placeholders.get(id(obj)) or _digest(obj))
+            return self._position(id(obj), self._placeholders.get(id(obj)) or digest(obj))
         if isinstance(obj, types.FunctionType):
             return self._position(id(obj), _made_by(obj))
         if isinstance(obj, type | types.BuiltinFunctionType):
@@ -132,7 +132,8 @@ def _made_by(function: types.FunctionType) -> Any:
     return function.__code__, id(function.__globals__), values
 
 
-def _digest(tensor: torch.Tensor) -> Hashable:
+def digest(tensor: torch.Tensor) -> Hashable:
+    """Equal for tensors that are equal bit for bit."""
     data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     contents = hashlib.sha256(data.view(torch.uint8).numpy().data).hexdigest()
     return str(tensor.dtype), tuple(tensor.shape), str(tensor.device), contents

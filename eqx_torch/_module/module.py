@@ -11,8 +11,12 @@ from jax.sharding import PartitionSpec as P
 from .._errors import InputError, ModuleError
 from .._invoke import Arguments, invoke, PerShard
 from .._probe import Outputs
+from .._sharding import check_replicated
 from .core import Core
 from .function import first, missing_key
+
+
+_ON_THE_MESH = "state = jax.device_put(state, jax.NamedSharding(mesh, P()))"
 
 
 class TorchModule(eqx.nn.StatefulLayer):
@@ -77,7 +81,8 @@ class TorchModule(eqx.nn.StatefulLayer):
         if self.buffers is None:
             return result, own.state
         names = self.core.blueprint.names.state
-        return result, own.state.set(self.buffers, dict(zip(names, new_buffers, strict=True)))
+        new = dict(zip(names, new_buffers, strict=True))
+        return result, _updated(own.state, self.buffers, new)
 
     def is_stateful(self) -> bool:
         """Whether the forward changes buffers, so that calls take and return a state."""
@@ -160,6 +165,8 @@ def _run(
         tuple(buffers[name] for name in names.state),
     )
     arguments = Arguments(core.function, (*tensors, False, inference, *args), kwargs)
+    others = [x for x in arguments.arrays() if not any(x is b for b in buffers.values())]
+    check_replicated(core.name, "buffer", buffers, others, _ON_THE_MESH)
     specs = arguments.specs()
     restored = core.restored(Arguments(core.function, args, kwargs))
     site = arguments.site(restored)
@@ -185,6 +192,18 @@ def _run(
         out_specs=core.options.out_specs,
         per_shard=_ModuleShards(seed, len(buffers)),
     )
+
+
+def _updated(
+    state: eqx.nn.State, index: eqx.nn.StateIndex, new: dict[str, jax.Array]
+) -> eqx.nn.State:
+    """The state with new buffers.
+
+    Not by `State.set`, which refuses what varies in place of what does not: inside `jax.shard_map`
+    each shard has its own statistics, until the caller averages them.
+    """
+    own = state.substate(index)
+    return state.update(jax.tree.unflatten(jax.tree.structure(own), jax.tree.leaves(new)))
 
 
 def _check_parameters(module: TorchModule) -> None:

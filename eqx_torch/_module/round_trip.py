@@ -49,7 +49,8 @@ def to_torch(model: TorchModule, state: eqx.nn.State | None = None) -> torch.nn.
     buffers = _buffers(model, state)
     arrays = [model.params[n] for n in names.parameters] + [buffers[n] for n in names.state]
     placeholders = [*blueprint.parameters, *blueprint.state]
-    memo: dict[int, Any] = {}
+    constants = blueprint.constants
+    memo: dict[int, Any] = {id(constants[i]): t.clone() for i, t in blueprint.precise.items()}
     for i, (old, array, dtype) in enumerate(zip(placeholders, arrays, core.dtypes, strict=True)):
         new = torch.empty_like(old, device="cpu", dtype=dtype, requires_grad=False)
         with torch.no_grad():
@@ -120,7 +121,8 @@ def load_state_dict(
     new = dataclasses.replace(model, params=params, core=_core_for(model, module, names))
     if model.buffers is None:
         return new if state is None else (new, state)
-    buffers = {name: owned(tensors[name]) for name in names.state}
+    old = _buffers(model, state)
+    buffers = {name: _like(old[name], tensors[name]) for name in names.state}
     if state is not None:
         return new, state.set(model.buffers, buffers)
     return eqx.tree_at(lambda m: m.buffers.init, new, buffers)
@@ -131,7 +133,8 @@ def _core_for(model: TorchModule, module: torch.nn.Module, names: Names) -> Core
     old = model.core
     blueprint = Blueprint(module, names)
     pairs = zip(blueprint.constants, old.blueprint.constants, strict=True)
-    if all(torch.equal(a, b) for a, b in pairs):
+    precise = ((t, old.blueprint.precise[i]) for i, t in blueprint.precise.items())
+    if all(torch.equal(a, b) for a, b in (*pairs, *precise)):
         return old
     return Core(blueprint, old.dtypes, old.options, old.examples)
 
