@@ -77,6 +77,11 @@ class Blueprint:
     def _hash(self) -> int:
         return hash((self.names, self.flags))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this process: the skeletons, and hashes of strings."""
+        own = {"_pools": {}}
+        return {k: v for k, v in vars(self).items() if k not in ("key", "_hash")} | own
+
     def pool(self, device: torch.device) -> "_Pool":
         """The skeletons on one device."""
         pool = self._pools.get(device)

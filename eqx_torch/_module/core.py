@@ -126,6 +126,12 @@ class Core:
     def __hash__(self) -> int:
         return hash((self.blueprint, self.dtypes))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Core":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Core, (self.blueprint, self.dtypes, self.options, self.examples)
+
     def __repr__(self) -> str:
         return self.name
 
