@@ -85,9 +85,14 @@ class _ClearedCache:
         return []
 
 
+_cleared_caches: list[_ClearedCache] = []  # JAX holds them weakly
+
+
 def on_clear_caches(clear: Callable[[], None]) -> None:
     """Calls `clear` at `jax.clear_caches()`."""
-    register_cache(_ClearedCache(clear), "eqx_torch")
+    cache = _ClearedCache(clear)
+    _cleared_caches.append(cache)
+    register_cache(cache, "eqx_torch")
 
 
 def callback_target(platform: str) -> str | None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from .._program import Program, Record, TOKEN, untaped, Vmap
 from .._sharding import batch_axes, over_batch_shards
-from .primitive import call
+from .primitive import align, call
 
 
 def batch(
@@ -29,7 +29,8 @@ def batch(
         outs = over_batch_shards(local, axes, arrays, dims)
     out_dims: list[int | None] = [0] * len(outs)
     if isinstance(program, Record):
-        return [*outs, jnp.zeros(TOKEN.shape, TOKEN.dtype)], [*out_dims, None]
+        nothing = align([jnp.zeros(TOKEN.shape, TOKEN.dtype), *arrays])[0]
+        return [*outs, nothing], [*out_dims, None]
     return outs, out_dims
 
 

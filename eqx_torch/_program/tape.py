@@ -14,8 +14,9 @@ graph owns all it needs and the token alone is proof.
 
 Memory is bounded. A program may have a few graphs outstanding, the oldest of which is dropped for
 a new one; when a dropped one is asked for, its program may have twice as many. So a pullback that
-is never called costs little, and a scan over a hundred layers finds its hundred graphs from the
-second step on. All graphs together may hold half of the machine's memory.
+is never called costs little, one that is called again costs no more, and a scan over a hundred
+layers finds its hundred graphs from the second step on. All graphs together may hold half of the
+machine's memory.
 """
 
 import collections
@@ -71,10 +72,11 @@ class Tape:
 
 
 class _Site:
-    """The outstanding graphs of one program, oldest first."""
+    """The outstanding graphs of one program, oldest first, and which were dropped."""
 
     def __init__(self) -> None:
         self.tapes: collections.OrderedDict[int, Tape] = collections.OrderedDict()
+        self.dropped: collections.deque[int] = collections.deque(maxlen=LAST_LIMIT)
         self.limit = FIRST_LIMIT
         self.copies = False
         self.bytes: int | None = None
@@ -98,12 +100,13 @@ class Tapes:
     def put(self, program: Program, tape: Tape) -> int:
         """Keeps a graph; returns its token."""
         token = next(self._tokens) & 0x7FFFFFFF
+        known = self._sites.get(program)
+        size = _saved_bytes(tape) if known is None or known.bytes is None else known.bytes
         with self._lock:
             site = self._sites.get(program)
             if site is None:
                 site = self._sites.setdefault(program, _Site())
-            if site.bytes is None:
-                site.bytes = _saved_bytes(tape)
+            site.bytes = size
             site.tapes[token] = tape
             dropped = list(self._excess(site))
         for old in dropped:
@@ -118,12 +121,14 @@ class Tapes:
                 return None
             tape = site.tapes.pop(token, None)
             if tape is None:
-                site.limit = min(2 * site.limit, self.last_limit)
+                if token in site.dropped and site.limit < self.last_limit:
+                    site.limit *= 2
                 return None
         here = tape.addresses is None or tape.addresses == tuple(p.data_ptr() for p in primals)
         if here and all(i in tape.inputs for i in wrt):
             return tape
-        site.copies |= not here
+        if not here:
+            site.copies, site.bytes = True, None
         tape.kept.release()
         return None
 
@@ -142,20 +147,26 @@ class Tapes:
     def _excess(self, site: _Site) -> Iterator[Tape]:
         """Takes out what is too much: the oldest of this site, then the oldest of all."""
         while len(site.tapes) > min(site.limit, self.last_limit):
-            yield site.tapes.popitem(last=False)[1]
+            yield _drop_oldest(site)
         sites = [s for s in self._sites.values() if s.tapes]
         total = sum(len(s.tapes) * (s.bytes or 0) for s in sites)
         while total > self._memory and sum(len(s.tapes) for s in sites) > 1:
             oldest = min(sites, key=lambda s: next(iter(s.tapes)))
-            yield oldest.tapes.popitem(last=False)[1]
+            yield _drop_oldest(oldest)
             total -= oldest.bytes or 0
             sites = [s for s in sites if s.tapes]
 
 
+def _drop_oldest(site: _Site) -> Tape:
+    token, tape = site.tapes.popitem(last=False)
+    site.dropped.append(token)
+    return tape
+
+
 def _saved_bytes(tape: Tape) -> int:
-    """The memory that a graph holds beside its inputs."""
-    own = {t.untyped_storage().data_ptr() for t in tape.inputs.values()}
-    sizes: dict[int, int] = {}
+    """The memory that a graph holds, beside what is XLA's."""
+    borrowed = set(tape.addresses or ())
+    tensors = [*tape.inputs.values()]
     seen: set[Any] = set()
     pending = [edge.node for edge in tape.outputs if edge is not None]
     while pending:
@@ -164,27 +175,24 @@ def _saved_bytes(tape: Tape) -> int:
             continue
         seen.add(node)
         pending.extend(next_node for next_node, _ in node.next_functions)
-        for tensor in filter(_has_storage, _saved_tensors(node)):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
+        tensors.extend(_saved_tensors(node))
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(size for address, size in storages.items() if address not in borrowed)
 
 
 def _saved_tensors(node: Any) -> Iterator[torch.Tensor]:
+    """What a node has saved, as it is: to unpack it would run checkpointed layers again."""
     for name in dir(node):
-        if not name.startswith("_saved_"):
+        if not name.startswith("_raw_saved_"):
             continue
         try:
-            value = getattr(node, name)
-        except RuntimeError:  # written to since; its memory still counts with its own node
+            saved = getattr(node, name)
+        except RuntimeError:  # freed already, by a derivative within the function
             continue
-        values = value if isinstance(value, list | tuple) else [value]
-        yield from (v for v in values if isinstance(v, torch.Tensor))
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided
+        for raw in saved if isinstance(saved, list | tuple) else [saved]:
+            value = getattr(raw, "data", None)
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                yield value
 
 
 def _half_of_memory() -> int:
