@@ -178,7 +178,7 @@ def _checked_spec(x: Any) -> Spec:
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
         raise DtypeError(
             f"torch has no dtype for JAX's {x.dtype}. Pass `jax.random.key_data(key)` instead of "
-            "a key."
+            "a key; what a converted module draws from is passed as `key=`."
         )
     dtype_j2t(x.dtype)
     return Spec(tuple(x.shape), np.dtype(x.dtype))

@@ -51,13 +51,8 @@ def probe(function: TorchFunction, site: Site, in_specs: Sequence[Spec]) -> Outp
     except EqxTorchError:
         raise
     except Exception as error:
-        shapes = ", ".join(f"{s.dtype}{list(s.shape)}" for s in in_specs)
-        raise ShapeError(
-            f"cannot infer what `{function.name}` returns for inputs {shapes}: running it on "
-            f"zeros of these shapes raised {type(error).__name__}: {error}\n"
-            "If the inputs are right, declare the outputs: `output_shapes=` takes a tree of "
-            "`jax.ShapeDtypeStruct`, and the function is then not run to infer them."
-        ) from error
+        raise ShapeError(_not_inferred(function, site, in_specs, error)) from error
+    _check_fixed(function, site, in_specs, outputs, reason)
     warnings.warn(
         f"the output shapes of `{function.name}` were inferred by running it on zeros, because "
         f"it does not run on tensors without values: {reason.splitlines()[0]}\n"
@@ -73,10 +68,12 @@ def _run(
     in_specs: Sequence[Spec],
     tensors: Callable[[], contextlib.AbstractContextManager[Exposure]],
     source: str,
+    fill: int = 0,
 ) -> Outputs:
     watch = Watch()
     with site.ambient.in_force(), _eager(), function.trial(watch) as trial, tensors() as exposure:
-        inputs = [_empty(spec, dtype) for spec, dtype in zip(in_specs, site.restored, strict=True)]
+        pairs = zip(in_specs, site.restored, strict=True)
+        inputs = [_filled(spec, dtype, fill) for spec, dtype in pairs]
         args, kwargs = site.arguments(inputs)
         try:
             with watch:
@@ -98,9 +95,10 @@ def _outputs(function: TorchFunction, result: Any, source: str) -> Outputs:
     return Outputs(specs, structure, source)
 
 
-def _empty(spec: Spec, restored: torch.dtype | None) -> torch.Tensor:
+def _filled(spec: Spec, restored: torch.dtype | None, fill: int) -> torch.Tensor:
     dtype = dtype_j2t(spec.dtype) if restored is None else restored
-    return torch.zeros(spec.shape, dtype=dtype, device=_device())
+    zeros = torch.zeros(spec.shape, dtype=dtype, device=_device())
+    return zeros + fill if fill else zeros
 
 
 def _device() -> torch.device:
@@ -117,6 +115,44 @@ def _fake_tensors() -> Iterator[Exposure]:
             yield Exposure()
     finally:
         logger.disabled = disabled
+
+
+def _not_inferred(
+    function: TorchFunction, site: Site, in_specs: Sequence[Spec], error: Exception
+) -> str:
+    raised = f"{type(error).__name__}: {error}"
+    if isinstance(error, TypeError):
+        return f"`{function.name}` cannot be called like this: {raised}"
+    inputs = function.described(site, [f"{s.dtype}{list(s.shape)}" for s in in_specs])
+    return (
+        f"cannot infer what `{function.name}` returns for {inputs}: running it on zeros of these "
+        f"shapes raised {raised}\n"
+        "If the inputs are right, declare the outputs: `output_shapes=` takes a tree of "
+        "`jax.ShapeDtypeStruct`, and the function is then not run to infer them."
+    )
+
+
+def _check_fixed(
+    function: TorchFunction, site: Site, in_specs: Sequence[Spec], outputs: Outputs, reason: str
+) -> None:
+    """Raises if the shapes of the outputs depend on the values of the inputs.
+
+    Where an output is empty for zeros, XLA may see no need to call the function at all, and no
+    check would ever tell that it is not empty for other values.
+    """
+    if all(spec.shape.count(0) == 0 for spec in outputs.specs):
+        return
+    try:
+        others = _run(function, site, in_specs, _real_tensors, "one run on ones", fill=1)
+    except Exception:  # zeros are valid where ones are not: as positions in an axis of size one
+        return
+    if others.specs != outputs.specs:
+        raise ShapeError(
+            f"the shapes that `{function.name}` returns depend on the values of its inputs "
+            f"({reason.splitlines()[0]}), but in JAX they are fixed when a program is traced. "
+            "Return a mask or `torch.where(...)` of fixed shape, or declare one shape by "
+            "`output_shapes=` and pad to it."
+        )
 
 
 @contextlib.contextmanager

@@ -138,7 +138,13 @@ def local_spec(name: str, what: str, spec: Spec, partition: P, mesh: Any) -> Spe
     counts = [math.prod(mesh.shape[a] for a in _entry(e)) for e in partition]
     counts += [1] * (len(spec.shape) - len(counts))
     dims = list(zip(spec.shape, counts, strict=False))
-    if len(counts) > len(spec.shape) or any(size % count for size, count in dims):
+    if len(counts) > len(spec.shape):
+        raise ShardingError(
+            f"{what} of `{name}` has {len(spec.shape)} dimensions, but its spec {partition} has "
+            f"{len(counts)} entries. If it is a mean over the batch, return one value for each "
+            'example (`reduction="none"`) and take the mean in JAX.'
+        )
+    if any(size % count for size, count in dims):
         raise ShardingError(
             f"{what} of `{name}`, of global shape {list(spec.shape)}, cannot be divided by "
             f"{partition} over the mesh axes {dict(mesh.shape)}. Each sharded dimension must be "

@@ -18,7 +18,7 @@ from .._program import Compiled, Lock, Residuals, Site, Spec, VmapMethod
 from .._shapes import Declaration, Inference, OutputShapes
 from .blueprint import Blueprint
 from .function import ModuleFunction
-from .layers import drawing_layers
+from .layers import changing_buffers, drawing_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +117,12 @@ class Core:
             self.options.key(),
             self.examples and self.examples.key(),
         )
+
+    def keeps_state(self, inference: bool) -> bool:
+        """Whether a call in this mode leaves the state as it is: statistics are only read."""
+        statistics = changing_buffers(self.blueprint.module)
+        own = self.blueprint.names.state
+        return statistics.issuperset(own) and not self.blueprint.changing(inference)
 
     def __eq__(self, other: object) -> bool:
         if self is other:

@@ -178,10 +178,11 @@ class ModuleFunction(TorchFunction):
 
     def _changed_constants(self, names: Sequence[str]) -> str:
         listed = ", ".join(f'"{name}"' for name in names)
+        every = ", ".join(f'"{name}"' for name in (*self.blueprint.names.state, *names))
         return (
             f"`{self.name}` changes its buffers {listed} in `{self.method}`, but they were taken "
-            "for constants. Convert it with `state=["
-            f"{listed}]`, or with example arguments so that this is found out: "
+            f"for constants. Convert it with `state=[{every}]`, or with example arguments so that "
+            "this is found out: "
             "`model, state = eqx.nn.make_with_state(from_torch)(module, *example_args)`."
         )
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
@@ -17,6 +18,18 @@ from .function import first, missing_key
 
 
 _ON_THE_MESH = "state = jax.device_put(state, jax.NamedSharding(mesh, P()))"
+
+
+_TORCH_HABITS = {
+    "eval": "model = eqx.nn.inference_mode(model)",
+    "train": "model = eqx.nn.inference_mode(model, value=False)",
+    "state_dict": "eqx_torch.state_dict(model)",
+    "load_state_dict": "model = eqx_torch.load_state_dict(model, sd)",
+    "parameters": "model.params",
+    "named_parameters": "model.params",
+    "requires_grad_": "eqx.partition(model, eqx_torch.trainable(model))",
+    "to": "jax.device_put(model.params, ...)",
+}
 
 
 class TorchModule(eqx.nn.StatefulLayer):
@@ -78,11 +91,15 @@ class TorchModule(eqx.nn.StatefulLayer):
         result, *new_buffers = _run(self, buffers, own.key, args, own.rest)
         if own.state is None:
             return result
-        if self.buffers is None:
+        if self.buffers is None or self.core.keeps_state(bool(self.inference)):
             return result, own.state
         names = self.core.blueprint.names.state
         new = dict(zip(names, new_buffers, strict=True))
         return result, _updated(own.state, self.buffers, new)
+
+    def __getattr__(self, name: str) -> Any:
+        remedy = f" Write `{_TORCH_HABITS[name]}`." if name in _TORCH_HABITS else ""
+        raise AttributeError(f"a TorchModule has no attribute `{name}`.{remedy}")
 
     def is_stateful(self) -> bool:
         """Whether the forward changes buffers, so that calls take and return a state."""
@@ -92,7 +109,7 @@ class TorchModule(eqx.nn.StatefulLayer):
         if self.buffers is None:
             return {}
         if state is not None:
-            return state.get(self.buffers)
+            return _own_buffers(self.core, self.buffers, state)
         changing = self.core.blueprint.changing(self.inference)
         init = self.buffers.init
         if changing or not isinstance(init, dict):
@@ -157,7 +174,7 @@ def _run(
     kwargs: dict[str, Any],
 ) -> Any:
     core = module.core
-    inference = bool(module.inference)
+    inference = _inference(module)
     _check_parameters(module)
     names = core.blueprint.names
     tensors = (
@@ -204,6 +221,31 @@ def _updated(
     """
     own = state.substate(index)
     return state.update(jax.tree.unflatten(jax.tree.structure(own), jax.tree.leaves(new)))
+
+
+def _own_buffers(core: Core, index: eqx.nn.StateIndex, state: eqx.nn.State) -> dict[str, jax.Array]:
+    try:
+        buffers = state.get(index)
+    except KeyError:
+        buffers = None
+    names = core.blueprint.names.state
+    if not isinstance(buffers, dict) or set(buffers) != set(names):
+        raise ModuleError(
+            f"the state passed to `{core.name}` is not its own: it holds nothing for the buffers "
+            f"{first(names)}. Pass the state that was made with this model, "
+            "`model, state = eqx.nn.make_with_state(from_torch)(module)`, or that it returned."
+        )
+    return buffers
+
+
+def _inference(module: TorchModule) -> bool:
+    if isinstance(module.inference, jax.core.Tracer):
+        raise ModuleError(
+            f"`{module.core.name}` was passed to a transformation of JAX's that makes arrays of "
+            "all its leaves, such as `jax.jit`. Use Equinox's, which leaves alone what is not an "
+            "array: `eqx.filter_jit`, `eqx.filter_grad`, `eqx.filter_vmap`."
+        )
+    return bool(module.inference)
 
 
 def _check_parameters(module: TorchModule) -> None:

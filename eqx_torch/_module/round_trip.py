@@ -14,6 +14,7 @@ from .._errors import ModuleError
 from .blueprint import Blueprint, Names
 from .convert import owned
 from .core import Core
+from .function import first
 from .module import TorchModule
 from .slots import copied
 
@@ -42,6 +43,7 @@ def to_torch(model: TorchModule, state: eqx.nn.State | None = None) -> torch.nn.
         >>> to_torch(from_torch(torch.nn.Linear(3, 2)))
         Linear(in_features=3, out_features=2, bias=True)
     """
+    _check_model("to_torch", model)
     core = model.core
     blueprint = core.blueprint
     names = blueprint.names
@@ -113,6 +115,7 @@ def load_state_dict(
         >>> bool((state_dict(model)["weight"] == module.weight).all())
         True
     """
+    _check_model("load_state_dict", model)
     module = to_torch(model, state)
     module.load_state_dict(sd)
     names = model.core.blueprint.names
@@ -126,6 +129,22 @@ def load_state_dict(
     if state is not None:
         return new, state.set(model.buffers, buffers)
     return eqx.tree_at(lambda m: m.buffers.init, new, buffers)
+
+
+def _check_model(function: str, model: Any) -> None:
+    if not isinstance(model, TorchModule):
+        raise ModuleError(
+            f"`{function}` takes a model made by `from_torch`, but got a {type(model).__name__}."
+        )
+    names, placeholders = model.core.blueprint.names.parameters, model.core.blueprint.parameters
+    for name, expected in zip(names, placeholders, strict=True):
+        if np.ndim(model.params[name]) != expected.ndim:
+            raise ModuleError(
+                f"the parameter {name} of `{model.core.name}` has shape "
+                f"{list(model.params[name].shape)}, but the torch module has "
+                f"{list(expected.shape)}. If this is a stack of modules, pass one of them: "
+                "`jax.tree.map(lambda a: a[i] if eqx.is_array(a) else a, model)`."
+            )
 
 
 def _core_for(model: TorchModule, module: torch.nn.Module, names: Names) -> Core:
@@ -151,9 +170,9 @@ def _buffers(model: TorchModule, state: eqx.nn.State | None) -> dict[str, jax.Ar
     if state is not None:
         return state.get(model.buffers)
     if not isinstance(model.buffers.init, dict):
-        names = ", ".join(model.core.blueprint.names.state[:3])
+        names = first(model.core.blueprint.names.state)
         raise ModuleError(
-            f"`{model.core.name}` has buffers ({names}, ...) that live in its state. Pass it: "
-            "`state_dict(model, state)`."
+            f"`{model.core.name}` has buffers ({names}) that live in its state. Pass it, with "
+            "`state=state`."
         )
     return model.buffers.init

@@ -130,6 +130,14 @@ class TorchFunction:
         """How messages call the argument at a path: `[0][1]['a']` is in the second positional."""
         return argument_name(path)
 
+    def described(self, site: Site, inputs: Sequence[str]) -> str:
+        """The inputs of a call by name, for messages."""
+        pairs = zip(site.paths, inputs, strict=True)
+        named = [f"{self.label(path)} {shown}" for path, shown in pairs]
+        # The arguments come last, behind the parameters of a module.
+        rest = f"{len(named) - 8} more, " if len(named) > 8 else ""
+        return rest + ", ".join(named[-8:]) if named else "no arrays"
+
     def output_label(self, path: str) -> str:
         """How messages call the output at a path; nothing if it is the only one."""
         return f"output{path}" if path else ""

@@ -15,7 +15,7 @@ import torch
 
 from .._compat import cached_weakly
 from .._dtypes import dtype_j2t
-from .._errors import InputError, OutputError, ShapeError
+from .._errors import EqxTorchError, InputError, OutputError, ShapeError
 from .._trees import as_declared, flatten, leaf_paths, Structure
 from .base import Indices, Program, Spec, Tensors
 from .function import TorchFunction, Writes
@@ -103,7 +103,11 @@ class Leaf(Program):
         def plain_run(inputs: Tensors, functional: bool) -> Tensors:
             if writes.inputs != _NOTHING or get_default_dtype() is not default_dtype:
                 return run(inputs, functional)
-            y = call(inputs, _NONE, functional)
+            try:
+                y = call(inputs, _NONE, functional)
+            except Exception as error:
+                self._explain(error, inputs)
+                raise
             right = isinstance(y, tensor) and y.shape == shape and y.dtype is dtype
             return (y,) if right and y.layout is strided else self._checked(y)
 
@@ -130,11 +134,34 @@ class Leaf(Program):
     def _result(self, tensors: Tensors, functional: bool) -> Any:
         site = self.site
         args, kwargs = (tensors, _NONE) if site.is_positional else site.arguments(tensors)
-        # The runtime has made the thread neutral.
-        if site.ambient.is_neutral and torch.get_default_dtype() is site.ambient.default_dtype:
-            return self.function.call(args, kwargs, functional)
-        with site.ambient.in_force():
-            return self.function.call(args, kwargs, functional)
+        try:
+            # The runtime has made the thread neutral.
+            if site.ambient.is_neutral and torch.get_default_dtype() is site.ambient.default_dtype:
+                return self.function.call(args, kwargs, functional)
+            with site.ambient.in_force():
+                return self.function.call(args, kwargs, functional)
+        except Exception as error:
+            self._explain(error, tensors)
+            raise
+
+    def _explain(self, error: Exception, tensors: Tensors) -> None:
+        """Adds to torch's message what torch was given, which may be a shard or of 32 bits.
+
+        JAX shows the message of an error, but not its notes.
+        """
+        if isinstance(error, EqxTorchError) or not (error.args and type(error.args[0]) is str):
+            return
+        error.args = (f"{error.args[0]}\n{self._what_torch_saw(tensors)}", *error.args[1:])
+
+    def _what_torch_saw(self, tensors: Tensors) -> str:
+        shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
+        note = f"`{self.name}` was called on {self.function.described(self.site, shown)}."
+        if not self.x64 and any(t.dtype is torch.int32 for t in tensors):
+            note += (
+                " JAX holds int64 in 32 bits: where torch wants int64, as for class labels, write "
+                "`.long()` in it, or pass an example with int64 labels when it is wrapped."
+            )
+        return note
 
     def _checked(self, result: Any) -> list[torch.Tensor]:
         if self._single and isinstance(result, torch.Tensor):
