@@ -120,13 +120,10 @@ def _fake_tensors() -> Iterator[Exposure]:
 def _not_inferred(
     function: TorchFunction, site: Site, in_specs: Sequence[Spec], error: Exception
 ) -> str:
-    raised = f"{type(error).__name__}: {error}"
-    if isinstance(error, TypeError):
-        return f"`{function.name}` cannot be called like this: {raised}"
     inputs = function.described(site, [f"{s.dtype}{list(s.shape)}" for s in in_specs])
     return (
         f"cannot infer what `{function.name}` returns for {inputs}: running it on zeros of these "
-        f"shapes raised {raised}\n"
+        f"shapes raised {type(error).__name__}: {error}\n"
         "If the inputs are right, declare the outputs: `output_shapes=` takes a tree of "
         "`jax.ShapeDtypeStruct`, and the function is then not run to infer them."
     )

@@ -111,7 +111,8 @@ CASES = {
     ),
     "key": Case(
         DtypeError,
-        "torch has no dtype for JAX's key<fry>. Pass `jax.random.key_data(key)` instead of a key.",
+        "torch has no dtype for JAX's key<fry>. Pass `jax.random.key_data(key)` instead of a key; "
+        "what a converted module draws from is passed as `key=`.",
         lambda: torch2jax(torch.sin)(jax.random.key(0)),
     ),
     "number instead of a tensor": Case(
@@ -231,9 +232,9 @@ SHARDED = {
     ),
     "too many entries": Case(
         ShardingError,
-        f"the output of `sum`, of global shape [], cannot be divided by {P('x')} over the "
-        "mesh axes {'x': 2, 'y': 4}. Each sharded dimension must be a multiple of the number of "
-        "devices along its axes: pad the batch, or choose other specs.",
+        f"the output of `sum` has 0 dimensions, but its spec {P('x')} has 1 entries. If it is a "
+        'mean over the batch, return one value for each example (`reduction="none"`) and take the '
+        "mean in JAX.",
         lambda: _sharded(out_specs=P("x"))(torch.sum),
     ),
 }
@@ -263,8 +264,8 @@ def test_an_output_that_cannot_be_inferred():
         return torch.ones(4) / (1 if x.sum() > 0 else None)
 
     message = (
-        "cannot infer what `f` returns for inputs float32[4]: running it on zeros of these shapes "
-        "raised TypeError: "
+        "cannot infer what `f` returns for argument 0 float32[4]: running it on zeros of these "
+        "shapes raised TypeError: "
     )
     with pytest.raises(ShapeError, match=re.escape(message)) as info:
         torch2jax(f)(X)
@@ -398,3 +399,45 @@ def test_another_platform_is_refused():
     with pytest.raises(EqxTorchError) as info:
         f.trace(X).lower(lowering_platforms=("tpu",))
     assert str(info.value) == message
+
+
+def test_an_error_on_one_of_several_devices_is_logged(caplog):
+    def f(x):
+        if x[0] == 3:
+            raise ValueError("the third shard")
+        return x
+
+    mesh = jax.make_mesh((8,), ("x",))
+    x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, P("x")))
+    with jax.set_mesh(mesh), pytest.raises(Exception, match="the third shard"):
+        jax.block_until_ready(torch2jax(f, output_shapes=x, out_specs=P("x"))(x))
+    (record,) = [r for r in caplog.records if r.name == "eqx_torch"]
+    assert record.getMessage() == (
+        "`f` raised on one of several devices. If others wait for it in a collective, XLA ends the "
+        "process after 40 seconds."
+    )
+    assert "the third shard" in caplog.text
+
+
+def test_errors_of_torch_say_what_torch_was_given():
+    f = torch2jax(
+        torch.nn.functional.cross_entropy, output_shapes=jax.ShapeDtypeStruct((), "float32")
+    )
+    with pytest.raises(Exception, match="expected target dtype to be Long") as info:
+        jax.block_until_ready(f(jnp.ones((2, 3)), jnp.zeros(2, jnp.int32)))
+    assert (
+        "`cross_entropy` was called on argument 0 float32[2, 3], argument 1 int32[2]. JAX holds "
+        "int64 in 32 bits: where torch wants int64, as for class labels, write `.long()` in it, or "
+        "pass an example with int64 labels when it is wrapped."
+    ) in str(info.value)
+
+
+def test_shapes_that_depend_on_values():
+    with pytest.raises(ShapeError) as info:
+        torch2jax(lambda x: x[x > 0])(jnp.ones(3))
+    assert str(info.value) == (
+        "the shapes that `<lambda>` returns depend on the values of its inputs "
+        "(DynamicOutputShapeException: aten.nonzero.default), but in JAX they are fixed when a "
+        "program is traced. Return a mask or `torch.where(...)` of fixed shape, or declare one "
+        "shape by `output_shapes=` and pad to it."
+    )

@@ -300,6 +300,7 @@ def test_quantized_modules_can_be_called(made, x):
     assert_trees_equal(eqx.filter_jit(model)(t2j(x)), module(x))
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")  # torch's own
 def test_quantized_tensors():
     module = torch.nn.Module()
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)

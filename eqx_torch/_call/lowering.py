@@ -25,7 +25,12 @@ def lower(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Se
         )
     _warn_if_gathered(ctx, program)
     program.prepare()
-    return lower_callback(ctx, target, callback(program, platform), operands)
+    return lower_callback(ctx, target, callback(program, platform, _num_devices(ctx)), operands)
+
+
+def _num_devices(ctx: mlir.LoweringRuleContext) -> int:
+    context = ctx.module_context.axis_context
+    return context.mesh.size if isinstance(context, mlir.SPMDAxisContext) else context.num_devices
 
 
 def _warn_if_gathered(ctx: mlir.LoweringRuleContext, program: Program) -> None:

@@ -6,6 +6,7 @@ tensors it makes share memory with XLA's buffers and are valid until it returns.
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,13 +16,23 @@ from .._program import Program, write_error
 from .streams import on_stream
 
 
-def callback(program: Program, platform: str) -> Callable[..., tuple[()]]:
+_LOGGER = logging.getLogger("eqx_torch")
+
+
+def callback(program: Program, platform: str, devices: int) -> Callable[..., tuple[()]]:
     """The function that evaluates a program on XLA buffers.
 
     It takes XLA's execution context, a buffer for each input and then one for each output.
+
+    Args:
+        program: the program.
+        platform: XLA's name of what it runs on.
+        devices: how many devices call the function.
     """
     function = program.leaf.function
     evaluate = _evaluator(program)
+    if devices > 1:
+        evaluate = _logged(program.leaf.function.name, evaluate)
     stream = contextlib.nullcontext if platform == "cpu" else on_stream
 
     def run(context: Any, *buffers: Any) -> tuple[()]:
@@ -40,6 +51,29 @@ def callback(program: Program, platform: str) -> Callable[..., tuple[()]]:
 
     # Contexts with nothing in them would be a twentieth of what a call costs.
     return run if platform == "cpu" and function.lock is None else run_guarded
+
+
+def _logged(
+    name: str, evaluate: Callable[[Sequence[Any]], None]
+) -> Callable[[Sequence[Any]], None]:
+    """Logs what is raised at once.
+
+    The other devices may be waiting for this one in a collective. Then XLA ends the process before
+    it passes the error on.
+    """
+
+    def run(buffers: Sequence[Any]) -> None:
+        try:
+            evaluate(buffers)
+        except Exception:
+            _LOGGER.exception(
+                "`%s` raised on one of several devices. If others wait for it in a collective, XLA "
+                "ends the process after 40 seconds.",
+                name,
+            )
+            raise
+
+    return run
 
 
 def _evaluator(program: Program) -> Callable[[Sequence[Any]], None]:

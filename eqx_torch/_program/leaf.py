@@ -149,7 +149,8 @@ class Leaf(Program):
 
         JAX shows the message of an error, but not its notes.
         """
-        if isinstance(error, EqxTorchError) or not (error.args and type(error.args[0]) is str):
+        own = isinstance(error, EqxTorchError | KeyError)  # KeyError shows its message as a literal
+        if own or not (error.args and type(error.args[0]) is str):
             return
         error.args = (f"{error.args[0]}\n{self._what_torch_saw(tensors)}", *error.args[1:])
 
