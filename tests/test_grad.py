@@ -2,9 +2,12 @@
 
 import jax
 import pytest
+import torch
+
+from eqx_torch import torch2jax
 
 from .helpers import assert_trees_equal
-from .twins import every_twin, scalar
+from .twins import every_twin, random_array, scalar
 
 
 def _nth_grad(f, order, argnums):
@@ -23,3 +26,23 @@ def test_gradients_are_the_twins(getkey, twin, order):
     assert_trees_equal(jax.jit(actual)(*args), expected, rtol=1e-4, atol=1e-4)
     if order == 1:
         assert_trees_equal(actual(*args), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_backward_outside_of_autograd_has_no_derivative(getkey):
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            return torch.from_numpy(3 * x.detach().numpy() ** 2 * g.detach().numpy())
+
+    x = random_array(getkey, (3,))
+    f = torch2jax(lambda x: Cube.apply(x))
+    assert_trees_equal(jax.grad(lambda x: f(x).sum())(x), 3 * x**2)
+    second = jax.grad(lambda x: jax.grad(lambda x: f(x).sum())(x).sum())
+    with pytest.raises(Exception, match="cannot be differentiated again: its backward is computed"):
+        jax.block_until_ready(second(x))

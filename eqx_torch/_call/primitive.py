@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 from .._compat import output_aval, varying_axes
 from .._errors import ShardingError
 from .._program import Program
 
+
+_CONFIG: Any = jax.config  # its attributes are made when JAX is imported
 
 torch_call_p = Primitive("torch_call")
 torch_call_p.multiple_results = True
@@ -56,6 +59,8 @@ def abstract_eval(*avals: Any, program: Program) -> list[Any]:
 
 def impl(*arrays: Any, program: Program) -> list[Any]:
     """Evaluates a program outside of `jax.jit`, by compiling it alone."""
+    if _CONFIG.jax_disable_jit or _CONFIG.jax_debug_nans or _CONFIG.jax_debug_infs:
+        return _impl_in_debugging(program, arrays)
     compiled = program.leaf.function.compiled()
     if compiled is None:
         return _jitted(program)(*arrays)
@@ -63,6 +68,23 @@ def impl(*arrays: Any, program: Program) -> list[Any]:
     if function is None:
         function = compiled.by_program.setdefault(program, _jitted(program))
     return function(*arrays)
+
+
+def _impl_in_debugging(program: Program, arrays: Sequence[Any]) -> list[Any]:
+    """Evaluates a program where JAX would evaluate the inside of `jax.jit` step by step.
+
+    A torch call is one step: to take it apart would be to call it again.
+    """
+    with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+        results = _jitted(program)(*arrays)
+    for kind, found, wanted in (
+        ("nan", jnp.isnan, _CONFIG.jax_debug_nans),
+        ("inf", jnp.isinf, _CONFIG.jax_debug_infs),
+    ):
+        inexact = [y for y in results if jnp.issubdtype(y.dtype, jnp.inexact)]
+        if wanted and any(bool(found(y).any()) for y in inexact):
+            raise FloatingPointError(f"invalid value ({kind}) encountered in torch's {program}")
+    return results
 
 
 def _jitted(program: Program) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .._errors import EqxTorchError
 from .base import Derivative, pick, replaced, Tensors
 from .tape import Tape
 
@@ -35,7 +36,10 @@ def pullback(vjp: Derivative, primals: Tensors, cotangents: Tensors) -> list[tor
         if vjp.inner.order:
             refuse_errors(outputs)
         try:
-            return gradients(outputs, active, cotangents, create_graph=nested)
+            grads = gradients(outputs, active, cotangents, create_graph=nested)
+            if nested:
+                _refuse_detached(vjp, grads)
+            return grads
         except RuntimeError as error:
             if nested or not is_refusal(error):
                 raise
@@ -111,6 +115,20 @@ def refuse_errors(outputs: Tensors) -> None:
         if node.name() == "torch::autograd::Error":
             node(torch.zeros(()))
         pending.extend(behind for behind, _ in node.next_functions)
+
+
+def _refuse_detached(vjp: Derivative, grads: Tensors) -> None:
+    """Raises where a pullback lies outside of autograd, whose derivative would be taken as zero.
+
+    A pullback is linear in the cotangents, which require a gradient here. So what is not zero does
+    not come from them by operators that torch can differentiate.
+    """
+    if any(not g.requires_grad and bool(g.any()) for g in grads):
+        raise EqxTorchError(
+            f"`{vjp.leaf.name}` cannot be differentiated again: its backward is computed outside "
+            "of autograd, on detached tensors or by NumPy. Write the backward of the "
+            "`torch.autograd.Function` with operators of torch on the tensors it is given."
+        )
 
 
 def _gradients_of(
