@@ -163,9 +163,8 @@ def _filled(leaves: list[Any], template: Any, tree: Any) -> bool:
     if type(tree) is not kind:
         return False
     if kind is tuple or kind is list:
-        if len(tree) != len(template):
-            return False
-        return all(map(_filled, itertools.repeat(leaves), template, tree))
+        filled = map(_filled, itertools.repeat(leaves), template, tree)
+        return len(tree) == len(template) and all(filled)
     if kind is dict:
         return tree.keys() == template.keys() and all(
             _filled(leaves, template[key], tree[key]) for key in template
