@@ -7,8 +7,8 @@ tensors it makes share memory with XLA's buffers and are valid until it returns.
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from .._ambient import Ambient, in_neutral_thread
 from .._compat import from_dlpack
@@ -16,10 +16,12 @@ from .._program import Program, write_error
 from .streams import on_stream
 
 
+Callback: TypeAlias = Callable[..., tuple[()]]
+
 _LOGGER = logging.getLogger("eqx_torch")
 
 
-def callback(program: Program, platform: str, devices: int) -> Callable[..., tuple[()]]:
+def callback(program: Program, platform: str, devices: int) -> Callback:
     """The function that evaluates a program on XLA buffers.
 
     It takes XLA's execution context, a buffer for each input and then one for each output.
@@ -29,42 +31,31 @@ def callback(program: Program, platform: str, devices: int) -> Callable[..., tup
         platform: XLA's name of what it runs on.
         devices: how many devices call the function.
     """
-    function = program.leaf.function
-    evaluate = _evaluator(program)
+    lock = program.leaf.function.lock
+    run = _evaluator(program, _evaluator(program, None))
     if devices > 1:
-        evaluate = _logged(program.leaf.function.name, evaluate)
+        run = _logged(program.leaf.function.name, run)
+    if platform == "cpu" and lock is None:
+        return run  # contexts with nothing in them would be a twentieth of what a call costs
     stream = contextlib.nullcontext if platform == "cpu" else on_stream
 
-    def run(context: Any, *buffers: Any) -> tuple[()]:
-        del context
-        if in_neutral_thread():
-            evaluate(buffers)
-        else:
-            with Ambient.neutral():
-                evaluate(buffers)
-        return ()
-
     def run_guarded(context: Any, *buffers: Any) -> tuple[()]:
-        with stream(context), function.lock or contextlib.nullcontext(), Ambient.neutral():
-            evaluate(buffers)
-        return ()
+        with stream(context), lock or contextlib.nullcontext():
+            return run(context, *buffers)
 
-    # Contexts with nothing in them would be a twentieth of what a call costs.
-    return run if platform == "cpu" and function.lock is None else run_guarded
+    return run_guarded
 
 
-def _logged(
-    name: str, evaluate: Callable[[Sequence[Any]], None]
-) -> Callable[[Sequence[Any]], None]:
+def _logged(name: str, run: Callback) -> Callback:
     """Logs what is raised at once.
 
     The other devices may be waiting for this one in a collective. Then XLA ends the process before
     it passes the error on.
     """
 
-    def run(buffers: Sequence[Any]) -> None:
+    def run_logged(context: Any, *buffers: Any) -> tuple[()]:
         try:
-            evaluate(buffers)
+            return run(context, *buffers)
         except Exception:
             _LOGGER.exception(
                 "`%s` raised on one of several devices. If others wait for it in a collective, XLA "
@@ -73,17 +64,20 @@ def _logged(
             )
             raise
 
-    return run
+    return run_logged
 
 
-def _evaluator(program: Program) -> Callable[[Sequence[Any]], None]:
-    """The function that evaluates a program on buffers: its inputs, then its outputs."""
+def _evaluator(program: Program, in_neutral: Callback | None) -> Callback:
+    """Evaluates a program; where the calling thread is not neutral, by `in_neutral`."""
     count = len(program.ins)
     evaluate = program.runner()
     function = program.leaf.function
     release = function.release if function.borrows else None
 
-    def run(buffers: Sequence[Any]) -> None:
+    def run(context: Any, *buffers: Any) -> tuple[()]:
+        if in_neutral is not None and not in_neutral_thread():
+            with Ambient.neutral():
+                return in_neutral(context, *buffers)
         tensors = [from_dlpack(b.__dlpack__()) for b in buffers]
         inputs = tensors[:count]
         try:
@@ -94,7 +88,7 @@ def _evaluator(program: Program) -> Callable[[Sequence[Any]], None]:
                 release()
         for x in inputs:
             if x._version:
-                written = tuple(i for i, x in enumerate(inputs) if x._version)
-                raise write_error(program.leaf, written)
+                raise write_error(program.leaf, inputs)
+        return ()
 
     return run

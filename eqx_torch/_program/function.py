@@ -142,6 +142,10 @@ class TorchFunction:
         """How messages call the output at a path; nothing if it is the only one."""
         return f"output{path}" if path else ""
 
+    def caller(self) -> Callable[..., Any]:
+        """What `call` calls outside of torch.func, for calls with nothing but tensors."""
+        return self.python
+
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], functional: bool) -> Any:
         """Runs the function; `functional` says whether a transformation of torch.func is active."""
         del functional

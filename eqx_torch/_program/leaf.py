@@ -96,7 +96,7 @@ class Leaf(Program):
         site = self.site
         if self._restored or not (self._single and site.is_positional and site.ambient.is_neutral):
             return self.run
-        run, call, writes = self.run, self.function.call, self._writes
+        run, function, writes = self.run, self.function.caller(), self._writes
         default_dtype, get_default_dtype = site.ambient.default_dtype, torch.get_default_dtype
         (shape, dtype, _), tensor, strided = self._expected[0], torch.Tensor, torch.strided
 
@@ -104,11 +104,11 @@ class Leaf(Program):
             if writes.inputs != _NOTHING or get_default_dtype() is not default_dtype:
                 return run(inputs, functional)
             try:
-                y = call(inputs, _NONE, functional)
+                y = function(*inputs)
             except Exception as error:
                 self._explain(error, inputs)
                 raise
-            right = isinstance(y, tensor) and y.shape == shape and y.dtype is dtype
+            right = type(y) is tensor and y.dtype is dtype and y.shape == shape
             return (y,) if right and y.layout is strided else self._checked(y)
 
         return plain_run
@@ -236,8 +236,9 @@ class Leaf(Program):
         )
 
 
-def write_error(leaf: Leaf, written: Indices) -> InputError:
+def write_error(leaf: Leaf, inputs: Tensors) -> InputError:
     """An input was written that earlier runs left alone; from now on it is copied."""
+    written = [i for i, x in enumerate(inputs) if x._version]
     writes = leaf.function.findings.writes_at(leaf.site)
     writes.inputs = (writes.inputs or frozenset()).union(written)
     names = ", ".join(leaf.function.label(leaf.site.paths[i]) for i in written)
