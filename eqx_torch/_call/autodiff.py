@@ -32,18 +32,13 @@ def jvp(
         for i, (spec, t) in enumerate(zip(program.ins, tangents, strict=True))
         if spec.differentiable and type(t) is not ad.Zero
     )
-    token: list[Any] = []
-    if not active:
-        outs = call(program, *primals)
-    elif _is_recorded(program):
-        *outs, kept = call(Record(program, active), *primals)
-        token = [kept]
-    else:
-        outs = call(program, *primals)
+    recorded = bool(active) and _is_recorded(program)
+    results = call(Record(program, active) if recorded else program, *primals)
+    outs, token = (results[:-1], results[-1:]) if recorded else (results, [])
     out_tangents: list[Any] = [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in outs]
     if not active:
         return outs, out_tangents
-    tangent_map, residuals, of = differential(program, active, taped=bool(token))
+    tangent_map, residuals, of = differential(program, active, taped=recorded)
     _check_depth(tangent_map)
     arguments = [*(primals[i] for i in residuals), *token, *(tangents[i] for i in active)]
     for i, tangent in zip(of, call(tangent_map, *arguments), strict=True):
