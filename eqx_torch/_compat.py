@@ -33,6 +33,13 @@ from torch._C import (
     _set_fwd_grad_enabled as set_forward_grad_enabled,
     _set_grad_enabled as set_grad_enabled,
 )
+from torch._functorch.vmap import (
+    # `torch.func.vmap` is these and trees of arguments, which cost it more than a small function.
+    _add_batch_dim,
+    _remove_batch_dim,
+    lazy_load_decompositions,
+    vmap_increment_nesting,
+)
 from torch._subclasses.fake_tensor import (
     # Tensors without memory have no public constructor; `torch.compile` uses these.
     FakeTensorMode as FakeTensorMode,
@@ -117,6 +124,23 @@ def run_backward(
         allow_unreachable=True,
         accumulate_grad=False,
     )
+
+
+def batched(
+    function: Callable[..., Sequence[torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    in_axes: Sequence[int | None],
+    out_axes: Sequence[int],
+    size: int,
+    randomness: str,
+) -> list[torch.Tensor]:
+    """`torch.func.vmap` of a function of tensors that returns several."""
+    lazy_load_decompositions()
+    with vmap_increment_nesting(size, randomness) as level:
+        pairs = zip(inputs, in_axes, strict=True)
+        members = [x if axis is None else _add_batch_dim(x, axis, level) for x, axis in pairs]
+        outs = zip(function(*members), out_axes, strict=True)
+        return [_remove_batch_dim(y, level, size, axis) for y, axis in outs]
 
 
 def callback_target(platform: str) -> str | None:

@@ -81,19 +81,25 @@ class ModuleFunction(TorchFunction):
         seed, mode = site.statics[state : state + 2]
         assert mode is not None
         seeded, inference, rest = seed is None, mode.value, site.rest(4)
+        keeping = True
 
         def call(arrays: Tensors, functional: bool) -> Any:
+            nonlocal keeping
             pool = self.blueprint.pool(arrays[0].device if arrays else _CPU)
             skeleton = pool.borrow()
             skeleton.set_mode(inference)
             args, kwargs = rest.arguments(arrays[state + seeded :])
+            skeleton.bind(arrays[:parameters], [b.clone() for b in arrays[parameters:state]])
+            self._held.items.append(skeleton.unbind)
             # Wrappers of torch.func die with the transformation, so a layer must not keep one.
-            with untouched(skeleton.module) if functional else _UNCHANGED:
-                skeleton.bind(arrays[:parameters], [b.clone() for b in arrays[parameters:state]])
-                self._held.items.append(skeleton.unbind)
+            # To look for them takes long, and one look tells whether a layer keeps anything.
+            restoring = untouched(skeleton.module) if functional and keeping else None
+            with restoring or _UNCHANGED:
                 with self._seeding(arrays[state]) if seeded else self._unseeded(inference):
                     result = self._run(skeleton, args, kwargs)
                 new_state = skeleton.state()
+            if restoring is not None:
+                keeping = restoring.changed
             changed = skeleton.changed_constants()
             if changed:
                 raise ModuleError(self._changed_constants(changed))
