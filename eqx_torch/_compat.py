@@ -18,7 +18,8 @@ from jax._src.util import (
     # keep the torch functions and modules alive that the user has dropped.
     weakref_cache_key_types as _weakly_cached_types,
 )
-from jax.interpreters import mlir
+from jax.extend.core import Primitive
+from jax.interpreters import mlir, partial_eval
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from torch._C import (
     # `torch.from_dlpack` takes a capsule too, but is a Python function: 0.5 us more for each array.
@@ -93,6 +94,17 @@ def on_clear_caches(clear: Callable[[], None]) -> None:
     cache = _ClearedCache(clear)
     _cleared_caches.append(cache)
     register_cache(cache, "eqx_torch")
+
+
+def register_dce(
+    primitive: Primitive, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]
+) -> None:
+    """Registers what to do where only some of a primitive's results are used.
+
+    `rule` takes which are used and the equation, as JAX passed them before 0.12. Since then JAX
+    puts between them which inputs are live references; a torch call takes no references.
+    """
+    partial_eval.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])
 
 
 def callback_target(platform: str) -> str | None:

@@ -152,6 +152,14 @@ class Skeleton:
         fill(self._parameter_slots, self._blueprint.parameters)
         fill(self._state_slots, self._blueprint.state)
 
+    def place_constants(self, device: torch.device) -> None:
+        """Moves the constants of this skeleton, which no longer shares them with others."""
+        slots = slots_of(self.module, self.constants)
+        moved = [c.to(device) for c in self.constants]
+        fill([slots[id(c)] for c in self.constants], moved)
+        self.constants = moved
+        self._versions = [c._version for c in moved]
+
     def state(self) -> list[torch.Tensor]:
         """The changing buffers, as the forward has left them."""
         return [container[key] for ((container, key), *_) in self._state_slots]

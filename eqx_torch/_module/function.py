@@ -15,6 +15,7 @@ import torch
 
 from .._errors import ModuleError
 from .._program import Compiled, Kept, Lock, Residuals, Site, TorchFunction, VmapMethod
+from .._trees import flatten
 from .._watch import Draws, untouched, Watch
 from .blueprint import Blueprint, Skeleton
 from .rng import SEEDING
@@ -73,7 +74,7 @@ class ModuleFunction(TorchFunction):
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], functional: bool) -> Any:
         parameters, state, seed, inference, *rest = args
-        pool = self.blueprint.pool(_device(parameters, rest))
+        pool = self.blueprint.pool(_device((*parameters, *state, *rest), kwargs))
         skeleton = pool.borrow()
         skeleton.set_mode(inference)
         # Wrappers of torch.func die with the transformation, so a layer must not keep one.
@@ -132,6 +133,7 @@ class ModuleFunction(TorchFunction):
         def run(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             parameters, state, _, inference, *rest = args
             skeleton.set_mode(inference)
+            skeleton.place_constants(_device((*parameters, *state, *rest), kwargs))
             skeleton.bind(parameters, state)
             _LayerNames(skeleton.module, watch)
             result = self._run(skeleton, rest, kwargs)
@@ -244,7 +246,8 @@ def _end(items: list[Callable[[], None]]) -> None:
         items.pop(0)()
 
 
-def _device(parameters: Sequence[torch.Tensor], args: Sequence[Any]) -> torch.device:
-    tensors = (x for x in (*parameters, *args) if isinstance(x, torch.Tensor))
-    first = next(tensors, None)
-    return torch.device("cpu") if first is None else first.device
+def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    """The device of the first tensor."""
+    if not (args and isinstance(args[0], torch.Tensor)):
+        args = flatten((args, kwargs))[0]
+    return next((x.device for x in args if isinstance(x, torch.Tensor)), torch.device("cpu"))
