@@ -69,7 +69,7 @@ def test_each_unsupported_version_is_named(sample):
 
 
 def test_one_warning_for_all(sample):
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="does not support") as caught:
         warn_of_unsupported(sample, installed(jax="0.9.2", torch="2.10.1"))
     (warning,) = caught
     assert str(warning.message) == (

@@ -27,8 +27,8 @@ def lower(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Se
     if platform != "cpu" and not torch.cuda.is_available():
         raise EqxTorchError(
             f"`{program.leaf.name}` was lowered for {platform}, but the installed torch "
-            f"({torch.__version__}) sees no GPU: it is a build without one, or none that its CUDA "
-            "or ROCm fits. Install the build of torch for this GPU, or run the program on the CPU "
+            f"({torch.__version__}) sees no GPU: it is a build for CPUs, or for another kind of "
+            "GPU or driver. Install the build of torch for this GPU, or run the program on the CPU "
             '(for instance under `jax.default_device(jax.devices("cpu")[0])`).'
         )
     _warn_if_gathered(ctx, program)

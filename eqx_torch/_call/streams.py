@@ -71,7 +71,9 @@ class XlaStreams:
         self._external = functools.lru_cache(maxsize=256)(cuda.ExternalStream)
 
     @contextlib.contextmanager
-    def entered(self, context: Any, buffers: Sequence[Any], settled: bool = False) -> Iterator[None]:
+    def entered(
+        self, context: Any, buffers: Sequence[Any], settled: bool = False
+    ) -> Iterator[None]:
         """Makes XLA's stream torch's current one, in order with the one that was.
 
         Args:
