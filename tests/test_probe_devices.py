@@ -3,6 +3,8 @@
 Tensors without memory may pretend to be on a GPU, so what is found for one can be tested without.
 """
 
+import collections
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -38,13 +40,17 @@ class Scaled(torch.nn.Module):
         return x * self.scale * self.inner.scale * getattr(self, "weight", 1)
 
 
+def _called(model, x, state):
+    return model(x, state=state)
+
+
 @pytest.mark.parametrize("nested", [False, True], ids=["array", "dict"])
 @pytest.mark.parametrize("parameters", [True, False], ids=["parameters", "none"])
 def test_constants_are_where_the_arguments_are(for_gpus, parameters, nested):
     module = Scaled(parameters)
     x = {"x": jnp.ones((2, 3))} if nested else jnp.ones((2, 3))
     model, state = eqx.nn.make_with_state(from_torch)(module, x)
-    out, _ = eqx.filter_eval_shape(lambda model, x: model(x, state=state), model, x)
+    out, _ = eqx.filter_eval_shape(_called, model, x, state)
     assert (out.shape, out.dtype) == ((2, 3), jnp.float32)
     assert module.scale.device.type == "cpu"
 
@@ -57,7 +63,7 @@ def test_the_probe_leaves_the_constants_of_calls_alone(monkeypatch, parameters, 
     with monkeypatch.context() as patch:
         patch.setattr(_probe, "_device", lambda: torch.device("cuda"))
         model, state = eqx.nn.make_with_state(from_torch)(Scaled(parameters), argument)
-        eqx.filter_eval_shape(lambda model, x: model(x, state=state), model, argument)
+        eqx.filter_eval_shape(_called, model, argument, state)
     y, _ = model(argument, state=state)
     assert_trees_equal(y, x * jnp.arange(3.0) ** 2)
 
@@ -73,11 +79,11 @@ def test_functions_see_the_device(for_gpus):
 def test_the_cpu_is_probed_where_torch_sees_no_gpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    seen = []
+    seen = collections.deque()  # lists are put back after the run
 
     def f(x):
         seen.append(x.device.type)
         return x
 
     jax.eval_shape(torch2jax(f), jax.ShapeDtypeStruct((5,), "float32"))
-    assert seen == ["cpu"]
+    assert list(seen) == ["cpu"]
