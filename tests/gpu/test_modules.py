@@ -118,6 +118,7 @@ def test_a_module_that_is_on_the_device(data):
     assert_trees_equal(y, module(on_torch(x)).detach(), rtol=1e-4, atol=1e-5)
     assert all(p.devices() == {jax.devices()[0]} for p in model.params.values())
     back = to_torch(model, state)
+    assert {t.device.type for t in back.state_dict().values()} == {"cpu"}
     assert_trees_equal(state_dict(model, state), dict(module.state_dict()), exact=True)
     assert_trees_equal(dict(back.state_dict()), dict(module.state_dict()), exact=True)
     model, state = load_state_dict(model, module.state_dict(), state)

@@ -9,7 +9,7 @@ from eqx_torch import j2t, t2j, torch2jax
 
 from ..helpers import assert_trees_equal, to_numpy
 from ..twins import random_array, scalar, Twin, TWINS
-from .devices import bits, briefly, on_torch, TORCH_DEVICE
+from .devices import bits, briefly, ON_GPU, on_torch, TORCH_DEVICE
 
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -155,8 +155,10 @@ def test_low_precision_is_computed_as_torch_does(getkey, dtype):
     x_torch = on_torch(x).requires_grad_()
     y_torch = f(x_torch)
     (gradient,) = torch.autograd.grad(y_torch.real.sum(), x_torch)
-    assert_trees_equal(jax.jit(torch2jax(f))(x), y_torch)
-    assert_trees_equal(jax.jit(jax.grad(loss))(x), gradient.conj())
+    # The order in which products are summed may depend on where the operands lie.
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if ON_GPU else {}
+    assert_trees_equal(jax.jit(torch2jax(f))(x), y_torch, **tolerance)
+    assert_trees_equal(jax.jit(jax.grad(loss))(x), gradient.conj(), **tolerance)
 
 
 def test_64_bits(getkey, x64):
@@ -175,7 +177,7 @@ def test_autocast(getkey):
         y = jax.jit(f)(x)
         expected = on_torch(x) @ on_torch(x)
     assert y.dtype == jnp.bfloat16
-    assert_trees_equal(y, expected)
+    assert_trees_equal(y, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_results_on_the_host_are_brought_to_the_device(getkey):
