@@ -19,7 +19,8 @@ from jax._src.util import (
     # keep the torch functions and modules alive that the user has dropped.
     weakref_cache_key_types as _weakly_cached_types,
 )
-from jax.interpreters import mlir
+from jax.extend.core import Primitive
+from jax.interpreters import mlir, partial_eval
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from torch._C import (
     # `torch.from_dlpack` takes a capsule too, but is a Python function: 0.5 us more for each array.
@@ -141,6 +142,17 @@ def batched(
         members = [x if axis is None else _add_batch_dim(x, axis, level) for x, axis in pairs]
         outs = zip(function(*members), out_axes, strict=True)
         return [_remove_batch_dim(y, level, size, axis) for y, axis in outs]
+
+
+def register_dce(
+    primitive: Primitive, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]
+) -> None:
+    """Registers what to do where only some of a primitive's results are used.
+
+    `rule` takes which are used and the equation, as JAX passed them before 0.12. Since then JAX
+    puts between them which inputs are live references; a torch call takes no references.
+    """
+    partial_eval.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])
 
 
 def callback_target(platform: str) -> str | None:
