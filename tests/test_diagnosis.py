@@ -57,6 +57,7 @@ HEALTHY = {
     "many torch threads beside a GPU": changed(GPU, jax_devices=(8, "H200"), torch_threads=64),
     "a GPU of AMD": changed(GPU, jax_platform="rocm", torch_platform="rocm"),
     "the CPU of a machine with a GPU": changed(GPU, jax_platform="cpu", jax_platforms="cpu"),
+    "debug mode that is off": changed(LAPTOP, {"EQX_TORCH_DEBUG": "0"}),
     "torch for GPUs without one": changed(LAPTOP, torch_platform="cuda"),
 }
 
@@ -158,6 +159,11 @@ NOTES = {
         "JAX_NUM_CPU_DEVICES=8",
     ),
     "64-bit dtypes": (changed(LAPTOP, x64=True), "JAX has 64-bit dtypes", "module.double()"),
+    "debug mode": (
+        changed(LAPTOP, {"EQX_TORCH_DEBUG": "1"}),
+        "EQX_TORCH_DEBUG is on",
+        "Unset EQX_TORCH_DEBUG",
+    ),
     "fork": (changed(LAPTOP, start_method="fork"), "by fork", "forkserver"),
 }
 

@@ -170,6 +170,19 @@ def wide_dtypes(facts: Facts) -> Iterator[Finding]:
     )
 
 
+def debugging(facts: Facts) -> Iterator[Finding]:
+    """Debug mode left on."""
+    if facts.environment.get("EQX_TORCH_DEBUG", "0") in ("", "0"):
+        return
+    yield Finding(
+        "EQX_TORCH_DEBUG is on.",
+        "Torch calls then copy their inputs and compare them with the copies, to find functions "
+        "that keep or change what is not theirs. This takes time and memory.",
+        "Unset EQX_TORCH_DEBUG once the error is found.",
+        wrong=False,
+    )
+
+
 def forking(facts: Facts) -> Iterator[Finding]:
     """Processes that are copies of one in which JAX has threads."""
     if facts.start_method != "fork":
@@ -193,6 +206,7 @@ CHECKS: tuple[Check, ...] = (
     threads,
     simulated_devices,
     wide_dtypes,
+    debugging,
     forking,
 )
 

@@ -23,6 +23,7 @@ from .._versions import unsupported
 
 PACKAGES = ("jax", "jaxlib", "equinox", "jaxtyping", "torch")
 VARIABLES = (
+    "EQX_TORCH_DEBUG",
     "JAX_PLATFORMS",
     "JAX_NUM_CPU_DEVICES",
     "JAX_ENABLE_X64",

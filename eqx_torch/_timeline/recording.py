@@ -57,7 +57,7 @@ ACTIVE: list[Recording] = []
 
 
 class Span:
-    """A context manager around a call: tells the recordings that are on when it begins.
+    """A context manager around a call, by which the recordings that are on then get it.
 
     Args:
         program: what is called.
