@@ -30,6 +30,7 @@ from ._module import (
     TorchModule as TorchModule,
     trainable as trainable,
 )
+from ._timeline import Timeline as Timeline, timeline as timeline
 
 
 __version__ = "0.1.0"

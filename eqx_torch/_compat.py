@@ -165,11 +165,29 @@ def lower_callback(
     target: str,
     callback: Callable[..., tuple[()]],
     operands: Sequence[Any],
+    name: str,
 ) -> Sequence[Any]:
-    """Emits a custom call that passes its operand and result buffers to `callback`."""
+    """Emits a custom call that passes its operand and result buffers to `callback`.
+
+    XLA calls the operation `name`, in programs as in profiles.
+    """
     ctx.module_context.add_host_callback(callback)
     index = len(ctx.module_context.host_callbacks) - 1
-    return jax.ffi.ffi_lowering(target)(ctx, *operands, index=np.uint64(index))
+    with _location(ctx, name):
+        return jax.ffi.ffi_lowering(target)(ctx, *operands, index=np.uint64(index))
+
+
+def _location(ctx: mlir.LoweringRuleContext, name: str) -> mlir.ir.Location:
+    """The location in force, with `name` where JAX has put that of the primitive.
+
+    It is as JAX builds it: the operation's type, within it its path, within that the source lines.
+    """
+    lines: Any = mlir.ir.Location.current
+    while isinstance(lines, mlir.ir.NameLoc):
+        lines = lines.child_loc
+    stack = str(ctx.name_stack)
+    path = mlir.ir.Location.name(f"{stack}/{name}" if stack else name, childLoc=lines)
+    return mlir.ir.Location.name(f"{name}:", childLoc=path)
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
