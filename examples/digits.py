@@ -153,15 +153,20 @@ def accuracy(model, state, images, labels):
     return (logits.argmax(axis=-1) == labels).mean()
 
 
-def train_with_jax(
-    network: torch.nn.Module, train: list[Digits], test: Digits, settings: Settings
-) -> Record:
-    """Trains the converted network on the devices of the mesh in force (`jax.set_mesh`)."""
+def start(network: torch.nn.Module, settings: Settings):
+    """The optimizer and, replicated over the mesh in force, the model and what goes with it."""
     example = torch.zeros(settings.batch_size, 1, 8, 8)
     model, state = eqx.nn.make_with_state(from_torch)(network, example, out_specs=P("batch"))
     optimizer = optax.adamw(settings.learning_rate, weight_decay=settings.weight_decay)
     opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-    model, state, opt_state = eqx.filter_shard((model, state, opt_state), P())  # replicated
+    return optimizer, eqx.filter_shard((model, state, opt_state), P())
+
+
+def train_with_jax(
+    network: torch.nn.Module, train: list[Digits], test: Digits, settings: Settings
+) -> Record:
+    """Trains the converted network on the devices of the mesh in force (`jax.set_mesh`)."""
+    optimizer, (model, state, opt_state) = start(network, settings)
     keys = jax.random.split(jax.random.key(settings.seed), len(train))
 
     record = Record()
