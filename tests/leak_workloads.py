@@ -13,7 +13,7 @@ import json
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -35,7 +35,7 @@ _CLEARED_EVERY = 25
 class Payload(torch.nn.Module):
     """A module of which every copy is known."""
 
-    alive: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+    alive: ClassVar[weakref.WeakSet[torch.nn.Module]] = weakref.WeakSet()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Payload":
         module = super().__new__(cls)
@@ -102,10 +102,9 @@ def _dropped_pullbacks_of_jit() -> Step:
 
 
 def _dropped_pullbacks_of_module() -> Step:
-    model = from_torch(torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.BatchNorm1d(128)))
-    evaluated = eqx.nn.inference_mode(model)
+    model = from_torch(torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.SiLU()))
     x = _X.reshape(128, 128)
-    return lambda i: eqx.filter_vjp(lambda model: model(x), evaluated)[0]
+    return lambda i: eqx.filter_vjp(lambda model: model(x), model)[0]
 
 
 def _vmap() -> Step:
@@ -147,9 +146,10 @@ def _failing(f: Callable[[jax.Array], Any], message: str) -> Step:
         try:
             jax.block_until_ready(f(_X))
         except jax.errors.JaxRuntimeError as error:
-            assert message in str(error), error
-        else:
-            raise AssertionError("nothing was raised")
+            if message in str(error):
+                return
+            raise
+        raise AssertionError("nothing was raised")
 
     return step
 

@@ -31,7 +31,7 @@ _TOLERANCES = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A program, how it is wrapped, the transformations from the inside, and a seed of arguments."""
+    """A program, how it is wrapped, the transformations from the inside, a seed of arguments."""
 
     x64: bool
     program: Program
@@ -106,7 +106,9 @@ def cases(draw: Draw) -> Case:
 def _signature(program: Program) -> Signature:
     types = program.types()
     ins = tuple(Arg(*t) for t in program.inputs)
-    return Signature(ins, tuple(Arg(types[i].shape, _in_jax(types[i].dtype)) for i in program.outputs))
+    return Signature(
+        ins, tuple(Arg(types[i].shape, _in_jax(types[i].dtype)) for i in program.outputs)
+    )
 
 
 def _in_jax(dtype: str) -> str:

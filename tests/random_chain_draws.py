@@ -12,6 +12,7 @@ from .random_program_rules import Draw, INEXACT
 from .random_sharding import Explicit, NAMES, ShardMap, Split
 
 
+KINDS = (Vmap, Grad, Scan, Jit, Vjp, Jvp, Remat, ShardMap)
 MAX_SIZE = 1500
 MAX_ORDER = 2
 _SIZES = st.sampled_from([2, 3, 1, 0])
@@ -31,7 +32,7 @@ def draw_chain(
     """
     chain: list[Transformation] = []
     for _ in range(draw(st.integers(1, 4))):
-        kind = draw(st.sampled_from([Vmap, Grad, Scan, Jit, Vjp, Jvp, Remat, ShardMap]))
+        kind = draw(st.sampled_from(KINDS))
         order = sum(isinstance(t, Grad | Jvp | Vjp) for t in chain)
         if kind in (Grad, Jvp, Vjp) and order == MAX_ORDER:
             continue
@@ -66,7 +67,7 @@ def _size(of: Signature) -> int:
 
 
 def _may_be_sharded(of: Signature) -> bool:
-    """XLA refuses to split a call back to Python, torch's or other, all of whose inputs are empty."""
+    """XLA cannot split calls of Python, torch's or others, all of whose inputs are empty."""
     return any(0 not in x.shape for x in of.ins)
 
 

@@ -3,7 +3,7 @@
 Each transformation makes one such function of another and knows, without running it, the types of
 what the new one takes and returns. So a chain can be drawn step by step, and then applied to a
 program's interpreter in JAX and to its wrapped interpreter in torch. What a transformation needs
-beside the function's own arguments (tangents, cotangents) are further arguments of the new function.
+beside the function's own arguments (tangents, cotangents) are further arguments.
 """
 
 import dataclasses
@@ -175,7 +175,9 @@ class Vjp:
             active = [primals[i] for i in self.wrt]
             outs, pull = jax.vjp(_of_some(f, self.wrt, primals), *active)
             cotangents = tuple(
-                next(given) if i in self.results else np.zeros(y.shape, jax.dtypes.float0)
+                next(given)
+                if i in self.results
+                else np.zeros(y.shape, jax.dtypes.float0)
                 if not jnp.issubdtype(y.dtype, jnp.inexact)
                 else jnp.zeros_like(y)
                 for i, y in enumerate(outs)

@@ -1,5 +1,6 @@
 """Random programs of `random_programs` and their inputs, by the rules of `random_program_rules`."""
 
+import itertools
 import math
 import zlib
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from .random_program_rules import (
     EIGHTS,
     EVERY,
     INEXACT,
+    INTEGERS,
     RULES,
     Unfit,
     Value,
@@ -35,8 +37,9 @@ _MAIN = {
 def programs(draw: Draw, x64: bool) -> Program:
     """Programs of a few steps; to be drawn while x64 is as said."""
     main = draw(st.sampled_from(_MAIN[x64]))
+    small = [dtype for dtype in ("bool", *INTEGERS) if available(dtype)]
     every = [dtype for dtype in EVERY if available(dtype)]
-    others = st.one_of(st.just(main), st.sampled_from(["bool", "int32"]), st.sampled_from(every))
+    others = st.one_of(st.just(main), st.sampled_from(small), st.sampled_from(every))
     shape = draw(_SHAPES)
     inputs = [Type(shape, main)]
     for _ in range(draw(st.integers(0, 2))):
@@ -54,10 +57,12 @@ def programs(draw: Draw, x64: bool) -> Program:
 
 def _draw_step(draw: Draw, values: list[Value]) -> Step | None:
     """A step whose result is added to the values, None if what was drawn is impossible."""
-    names = [name for name, rule in RULES.items() if next(rule.operands(values), None)]
-    name = draw(st.sampled_from(names))
+    start = draw(st.integers(0, len(RULES) - 1))
+    # The first that can be applied, of the rules from a random one on.
+    order = itertools.islice(itertools.cycle(RULES), start, start + len(RULES))
+    name, choices = next((n, c) for n in order if (c := list(RULES[n].operands(values))))
     rule = RULES[name]
-    operands = draw(st.sampled_from(list(rule.operands(values))))
+    operands = draw(st.sampled_from(choices))
     try:
         step = Step(name, operands, rule.params(draw, *(values[i] for i in operands)))
     except Unfit:

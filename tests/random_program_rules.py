@@ -10,12 +10,13 @@ of a value besides its type decides which rules apply to it:
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import torch
+import numpy as np
 from hypothesis import strategies as st
 
 from .random_programs import apply, empty, IN_TORCH, Program, Step, Type, type_of
@@ -128,11 +129,12 @@ def two(
     return operands
 
 
+@functools.cache
 def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
     """The shape that these broadcast to, if they do."""
     try:
-        return tuple(torch.broadcast_shapes(*shapes))
-    except RuntimeError:
+        return np.broadcast_shapes(*shapes)
+    except ValueError:
         return None
 
 
@@ -255,8 +257,6 @@ def draw_stack(draw: Draw, v: Value, other: Value) -> dict[str, Any]:
     return {"dim": draw(st.integers(0, len(v.shape)))}
 
 
-
-
 def draw_write(draw: Draw, target: Value, *other: Value) -> dict[str, Any]:
     """Where and how a value is changed by another or, without one, by itself."""
     place = draw(st.sampled_from([name for name in PLACES if fits(name, target)]))
@@ -325,30 +325,42 @@ def some_size(v: Value) -> bool:
 RULES: dict[str, Rule] = {
     "sin": Rule(one(REAL), exact=False),
     "mul": Rule(two(COMPUTED), draw_mul, exact=False),
+    "conj": Rule(one(COMPLEX), view=True),
+    "take": Rule(taken, lambda draw, v, index: {"dim": 0}),
     "write": Rule(written, draw_write, exact=False),
-    "matmul": Rule(two(INEXACT, when=multiplied), draw_matmul, exact=False),
-    "sum": Rule(one(COMPUTED, 1), draw_sum, exact=False),
-    "tanh": Rule(one(REAL), exact=False, keeps=True),
-    "average": Rule(two(INEXACT), exact=False),
-    "sub": Rule(two(INEXACT), exact=False),
-    "softmax": Rule(one(REAL, 1), draw_dim, exact=False, keeps=True),
-    "exp": Rule(one(REAL), exact=False, keeps=True),
-    "cos": Rule(one(REAL), exact=False),
-    "sigmoid": Rule(one(REAL), exact=False, keeps=True),
-    "cumsum": Rule(one(COMPUTED, 1), draw_cumsum, exact=False),
-    "prod": Rule(one(REAL, 1), draw_dim, exact=False, keeps=True),
-    "logsumexp": Rule(one(REAL, 1, when=nonempty), draw_dim, exact=False, keeps=True),
     "where": Rule(chosen_elementwise),
+    "matmul": Rule(two(INEXACT, when=multiplied), draw_matmul, exact=False),
+    "all": Rule(one(("bool",), 1), draw_dims),
+    "sum": Rule(one(COMPUTED, 1), draw_sum, exact=False),
+    "imag": Rule(one(COMPLEX), view=True),
+    "average": Rule(two(INEXACT), exact=False),
+    "not": Rule(one(("bool", *INTEGERS))),
+    "tanh": Rule(one(REAL), exact=False, keeps=True),
+    "real": Rule(one(COMPLEX), view=True),
+    "sub": Rule(two(INEXACT), exact=False),
+    "parity": Rule(one(INTEGERS), lambda draw, v: {"dtype": draw(st.sampled_from(REAL[:3]))}),
+    "softmax": Rule(one(REAL, 1), draw_dim, exact=False, keeps=True),
+    "complex": Rule(two(("float32", "float64"))),
+    "exp": Rule(one(REAL), exact=False, keeps=True),
+    "xor": Rule(two(("bool", *INTEGERS))),
+    "cumsum": Rule(one(COMPUTED, 1), draw_cumsum, exact=False),
     "cast": Rule(one(EVERY), draw_cast),
+    "cos": Rule(one(REAL), exact=False),
+    "as_real": Rule(one(COMPLEX), view=True),
+    "sigmoid": Rule(one(REAL), exact=False, keeps=True),
+    "less": Rule(two((*REAL, *INTEGERS), exact=True)),
+    "prod": Rule(one(REAL, 1), draw_dim, exact=False, keeps=True),
+    "add": Rule(two(INTEGERS)),
+    "logsumexp": Rule(one(REAL, 1, when=nonempty), draw_dim, exact=False, keeps=True),
+    "equal": Rule(two((*REAL, *INTEGERS), exact=True)),
     "maximum": Rule(two((*REAL, *INTEGERS), exact=True)),
-    "minimum": Rule(two((*REAL, *INTEGERS), exact=True)),
-    "amax": Rule(one(REAL, 1, True, nonempty), draw_reduction, keeps=True),
-    "relu": Rule(one(REAL, exact=True), keeps=True),
     "sort": Rule(one((*REAL, "int32"), 1, True), draw_dim),
+    "amax": Rule(one(REAL, 1, True, nonempty), draw_reduction, keeps=True),
+    "minimum": Rule(two((*REAL, *INTEGERS), exact=True)),
+    "relu": Rule(one(REAL, exact=True), keeps=True),
     "argsort": Rule(one((*REAL, "int32"), 1, True), draw_dim),
     "abs": Rule(one((*REAL, "int8", "int32"), exact=True)),
     "neg": Rule(one(COMPUTED)),
-    "take": Rule(taken, lambda draw, v, index: {"dim": 0}),
     "cat": Rule(two((*COMPUTED, "bool"), when=joined), lambda draw, x, y: {"dim": 0}),
     "stack": Rule(two((*COMPUTED, "bool"), when=lambda x, y: x.shape == y.shape), draw_stack),
     "flip": Rule(one((*COMPUTED, "bool"), 1), draw_dims),
@@ -365,18 +377,6 @@ RULES: dict[str, Rule] = {
     "unsqueeze": Rule(one(EVERY), draw_unsqueeze, view=True),
     "whole": Rule(one(EVERY), view=True),
     "detach": Rule(one(INEXACT), view=True),
-    "complex": Rule(two(("float32", "float64"))),
-    "conj": Rule(one(COMPLEX), view=True),
-    "real": Rule(one(COMPLEX), view=True),
-    "imag": Rule(one(COMPLEX), view=True),
-    "as_real": Rule(one(COMPLEX), view=True),
-    "add": Rule(two(INTEGERS)),
-    "parity": Rule(one(INTEGERS), lambda draw, v: {"dtype": draw(st.sampled_from(REAL[:3]))}),
-    "less": Rule(two((*REAL, *INTEGERS), exact=True)),
-    "equal": Rule(two((*REAL, *INTEGERS), exact=True)),
-    "all": Rule(one(("bool",), 1), draw_dims),
-    "not": Rule(one(("bool", *INTEGERS))),
-    "xor": Rule(two(("bool", *INTEGERS))),
 }
 PLACES = ("whole", "slice", "select", "permute", "diagonal", "unsqueeze")
 

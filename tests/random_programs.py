@@ -195,7 +195,7 @@ IN_TORCH: dict[str, Callable[..., Any]] = {
     "stack": lambda x, y, dim: torch.stack([x, y], dim),
     "take": _take,
     # Views.
-    "as_real": torch.view_as_real,
+    "as_real": lambda z: torch.view_as_real(z.resolve_conj()),
     "conj": torch.conj,
     "detach": torch.Tensor.detach,
     "diagonal": lambda x, dims: x.diagonal(0, *dims),
