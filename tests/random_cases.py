@@ -17,7 +17,7 @@ from .random_chains import apply_all, Arg, Signature, Transformation
 from .random_program_draws import programs, random_array
 from .random_program_rules import Draw, is_smooth
 from .random_programs import Program, Type
-from .random_sharding import Explicit
+from .random_sharding import Explicit, varying_alike
 
 
 # What rounds in no more than this is right: some thirty times the dtype's epsilon.
@@ -57,7 +57,7 @@ class Case:
     def in_jax(self) -> tuple[Any, ...]:
         """What the chain makes of the program in JAX."""
         program = self.program.in_jax
-        f = program if self.explicit is None else self.explicit.in_jax(program)
+        f = varying_alike(program) if self.explicit is None else self.explicit.in_jax(program)
         return jax.jit(apply_all(self.chain, f))(*self._arrays())
 
     def signature(self) -> Signature:

@@ -8,7 +8,7 @@ they are stacked along a new first axis, or summed.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -158,7 +158,24 @@ class Explicit:
         return Signature(ins, outs)
 
 
+def varying_alike(f: Function) -> Function:
+    """The function with results that all vary over every axis that any argument varies over.
+
+    So do a torch call's, since JAX does not see which of them depend on what.
+    """
+
+    def g(*args: Any) -> tuple[Any, ...]:
+        axes = sorted(frozenset[str]().union(*(varying_axes(jax.typeof(x)) for x in args)))
+        return tuple(_varying(y, axes) for y in f(*(_varying(x, axes) for x in args)))
+
+    return g
+
+
+def _varying(x: Any, names: Iterable[str]) -> Any:
+    missing = tuple(name for name in names if name not in varying_axes(jax.typeof(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
 def _sum(y: Any, names: tuple[str, ...]) -> Any:
     """The sum over axes, along some of which `y` may be the same everywhere."""
-    same = tuple(name for name in names if name not in varying_axes(jax.typeof(y)))
-    return jax.lax.psum(jax.lax.pcast(y, same, to="varying") if same else y, names)
+    return jax.lax.psum(_varying(y, names), names)

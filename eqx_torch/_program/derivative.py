@@ -151,17 +151,19 @@ def _through_forward_mode(
     torch cannot differentiate all of its rules for dual numbers: that of softmax writes to a tensor
     which its own derivative needs. Then the double backward trick takes their place.
     """
+    forward_mode = program.leaf.function.findings.forward_mode
+    # Asked before, since another thread may have found the same meanwhile.
+    dual = [p for p in program.inner.forward if forward_mode.get(p, True)]
     try:
         return differentiate()
     except (RuntimeError, EqxTorchError):
-        forward_mode = program.leaf.function.findings.forward_mode
-        dual = [p for p in program.inner.forward if forward_mode.get(p)]
         if not dual:
             raise
         forward_mode.update(dict.fromkeys(dual, False))
         with contextlib.suppress(Exception):
             return differentiate()
-        forward_mode.update(dict.fromkeys(dual, True))
+        for p in dual:
+            forward_mode.pop(p, None)
         raise
 
 
