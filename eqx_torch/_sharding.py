@@ -1,7 +1,7 @@
 """Torch functions on sharded arrays: explicit shardings in, shards to torch, explicit out.
 
 An array's type says how it is sharded over the *explicit* axes of its mesh. A torch function is
-opaque, so a call on such arrays becomes a `jax.shard_map` that is manual over the explicit axes:
+opaque, so a call on such arrays becomes a `jax.shard_map` that is manual over the axes in use:
 each device calls the function on its shards. How the results lie is not in the inputs' types;
 `out_specs` says it. Over *manual* axes (inside the user's own `jax.shard_map`) arrays already are
 shards. Over *auto* axes the types say nothing, and XLA would gather what it pleases.
@@ -58,15 +58,16 @@ def plan(name: str, arrays: Sequence[Any], out_specs: Any) -> Plan | None:
 def shard_map(plan: Plan, body: Callable[..., Any], out_specs: Any, arrays: Sequence[Any]) -> Any:
     """Calls `body` on the shards of `arrays`.
 
-    All explicit axes become manual, those that are not in use too: where only some axes are, XLA's
-    compiler for CPUs aborts the process at the sum of a bfloat16 array over them.
+    Where all axes are explicit, those that are not in use become manual too: where only some axes
+    are manual, XLA's compiler for CPUs aborts the process at sums of bfloat16 arrays over them.
     """
+    all_explicit = explicit_axes(plan.mesh) == set(plan.mesh.axis_names)
     mapped = jax.shard_map(
         body,
         mesh=plan.mesh,
         in_specs=plan.in_specs,
         out_specs=out_specs,
-        axis_names=set(explicit_axes(plan.mesh)),
+        axis_names=set() if all_explicit else set(plan.axes),  # to JAX the empty set means all
     )
     return mapped(*arrays)
 

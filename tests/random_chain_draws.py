@@ -36,7 +36,7 @@ def draw_chain(
         order = sum(isinstance(t, Grad | Jvp | Vjp) for t in chain)
         if kind in (Grad, Jvp, Vjp) and order == MAX_ORDER:
             continue
-        if kind is ShardMap and (sharded or not (_may_be_split(chain) and _may_be_sharded(of))):
+        if kind is ShardMap and (sharded or not _may_be_mapped(of, chain)):
             continue
         split = sharded or any(isinstance(t, ShardMap) for t in chain)
         if kind is Scan:
@@ -71,12 +71,14 @@ def _may_be_sharded(of: Signature) -> bool:
     return any(0 not in x.shape for x in of.ins)
 
 
-def _may_be_split(chain: Sequence[Transformation]) -> bool:
+def _may_be_mapped(of: Signature, chain: Sequence[Transformation]) -> bool:
     """Whether the types in a `jax.shard_map` of the chain are sure to fit.
 
     Cotangents, and what a scan carries, must vary over the same axes of the mesh as the results
-    and arguments whose they are.
+    and arguments whose they are. XLA cannot compile all pullbacks of empty results.
     """
+    if not _may_be_sharded(of) or any(0 in y.shape for y in of.outs):
+        return False
     carries = any(isinstance(t, Scan) and t.feed for t in chain)
     return not carries and not any(isinstance(t, Vjp | ShardMap) for t in chain)
 

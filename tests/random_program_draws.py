@@ -14,10 +14,10 @@ from .random_program_rules import (
     COMPLEX,
     Draw,
     EIGHTS,
-    EVERY,
     INEXACT,
     INTEGERS,
     RULES,
+    STORED,
     Unfit,
     Value,
 )
@@ -37,9 +37,8 @@ _MAIN = {
 def programs(draw: Draw, x64: bool) -> Program:
     """Programs of a few steps; to be drawn while x64 is as said."""
     main = draw(st.sampled_from(_MAIN[x64]))
-    small = [dtype for dtype in ("bool", *INTEGERS) if available(dtype)]
-    every = [dtype for dtype in EVERY if available(dtype)]
-    others = st.one_of(st.just(main), st.sampled_from(small), st.sampled_from(every))
+    kinds = [(main,), ("bool", *INTEGERS), INEXACT, STORED]
+    others = st.one_of(st.sampled_from([d for d in kind if available(d)]) for kind in kinds)
     shape = draw(_SHAPES)
     inputs = [Type(shape, main)]
     for _ in range(draw(st.integers(0, 2))):

@@ -73,6 +73,7 @@ def test_many_random_programs_under_random_transformations(part):
     gc.collect()
 
 
+@pytest.mark.slow
 def test_everything_is_drawn():
     """No operation, transformation, dtype or size is missing from what may be drawn."""
     seen: collections.Counter[Any] = collections.Counter()
