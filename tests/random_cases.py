@@ -15,9 +15,10 @@ from eqx_torch import torch2jax
 from .random_chain_draws import draw_chain, draw_explicit
 from .random_chains import apply_all, Arg, Signature, Transformation
 from .random_program_draws import programs, random_array
-from .random_program_rules import Draw, is_smooth
+from .random_program_rules import is_smooth
 from .random_programs import Program, Type
 from .random_sharding import Explicit, varying_alike
+from .random_values import Draw
 
 
 # What rounds in no more than this is right: some thirty times the dtype's epsilon.

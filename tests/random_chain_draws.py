@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from .random_chains import Arg, Grad, Jit, Jvp, Remat, Scan, Signature, Transformation, Vjp, Vmap
-from .random_program_rules import Draw, INEXACT
 from .random_sharding import Explicit, NAMES, ShardMap, Split
+from .random_values import Draw, INEXACT
 
 
 KINDS = (Vmap, Grad, Scan, Jit, Vjp, Jvp, Remat, ShardMap)

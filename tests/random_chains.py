@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .random_program_rules import INEXACT
+from .random_values import INEXACT
 
 
 Function: TypeAlias = Callable[..., tuple[Any, ...]]

@@ -9,19 +9,10 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from .random_program_rules import (
-    available,
-    COMPLEX,
-    Draw,
-    EIGHTS,
-    INEXACT,
-    INTEGERS,
-    RULES,
-    STORED,
-    Unfit,
-    Value,
-)
+from .random_params import Unfit
+from .random_program_rules import RULES
 from .random_programs import apply, empty, IN_TORCH, Program, Step, Type, type_of
+from .random_values import available, COMPLEX, Draw, EIGHTS, INEXACT, INTEGERS, STORED, Value
 
 
 MAX_SIZE = 40

@@ -17,7 +17,8 @@ from eqx_torch._call import autodiff, batching, torch_call_p
 from .helpers import assert_trees_equal
 from .random_cases import Case, cases
 from .random_chain_draws import KINDS
-from .random_program_rules import EVERY, RULES
+from .random_program_rules import RULES
+from .random_values import EVERY
 
 
 QUICK_PARTS, QUICK_EXAMPLES = 4, 75
