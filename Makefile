@@ -3,10 +3,20 @@
 PYTHON ?= python3.11
 PYTEST := python -m pytest -n 2
 
-.PHONY: demo test test-all test-floor lint clean
+.PHONY: demo docs dist dist-test test test-all test-floor lint clean
 
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
+
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
+
+dist: .venv/ready
+	.venv/bin/python -m build --no-isolation
+
+# The wheel in an environment of its own, without a compiler.
+dist-test: .venv/ready
+	.venv/bin/python -m pytest tests/test_dist.py -m ""
 
 test: lint
 	.venv/bin/$(PYTEST)

@@ -61,8 +61,9 @@ def _check_command(words: list[str]) -> None:
     match words:
         case ["make", target]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        case ["python", "-m", "eqx_torch"]:
-            assert (ROOT / "eqx_torch" / "__main__.py").is_file()
+        case ["python", "-m", module, *_]:
+            path = ROOT / module.replace(".", "/")
+            assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
         case ["python" | ".venv/bin/python", path, *_] if path.endswith(".py"):
             assert (ROOT / path).is_file()
         case ["pip", "install", package]:
