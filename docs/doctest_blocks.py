@@ -1,7 +1,7 @@
 """Shows the doctests of docstrings as code.
 
 Docstrings hold their examples as plain doctests, which Markdown would take for quotations. This
-extension of Griffe, which reads the package for mkdocstrings, puts each of them into a fenced block.
+extension of Griffe, which reads the package for mkdocstrings, puts a fence around each of them.
 """
 
 import re

@@ -31,21 +31,23 @@ class Library(NamedTuple):
     """A bridge: how it wraps a torch function, given examples of the arguments."""
 
     wrap: Wrap
-    options: dict[str, Any] = {}  # those that ask for a function on shards
+    on_shards: tuple[tuple[str, Any], ...] = ()  # options that call the function on each shard
 
 
 def eqx_torch() -> Library:
     """This library; it needs no examples."""
     from eqx_torch import torch2jax
 
-    return Library(lambda fn, *examples, **options: torch2jax(fn, **options), {"out_specs": P("x")})
+    return Library(
+        lambda fn, *examples, **options: torch2jax(fn, **options), (("out_specs", P("x")),)
+    )
 
 
 def wrap_torch2jax() -> Library:
     """`wrap_torch2jax`, which compiles its extension when it first wraps a function."""
     from wrap_torch2jax import torch2jax
 
-    return Library(torch2jax, {"out_specs": P("x")})
+    return Library(torch2jax, (("out_specs", P("x")),))
 
 
 def torchax() -> Library:
@@ -118,7 +120,7 @@ def third_derivative(library: Library) -> None:
     assert jnp.allclose(third.ravel(), -jnp.cos(1.0), atol=1e-6)
 
 
-def backward_of_custom_function(library: Library) -> None:
+def custom_backward(library: Library) -> None:
     class Double(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -183,7 +185,7 @@ def inputs_are_never_written(library: Library) -> None:
 
 
 def stays_sharded(library: Library) -> None:
-    f = library.wrap(torch.sin, torch.zeros(16, 4), **library.options)
+    f = library.wrap(torch.sin, torch.zeros(16, 4), **dict(library.on_shards))
     mesh = jax.make_mesh((8,), ("x",))
     with jax.set_mesh(mesh):
         x = jax.device_put(jnp.ones((16, 4)), P("x"))
@@ -215,7 +217,7 @@ FEATURES = [
     Feature("`jax.jvp`", forward_mode, {OURS, TRACED}),
     Feature("`jax.hessian`", hessian, {OURS, TRACED}),
     Feature("third derivatives", third_derivative, {OURS, TRACED}),
-    Feature("uses the `backward` of `autograd.Function`", backward_of_custom_function, {OURS, THEIRS}),
+    Feature("uses the `backward` of `autograd.Function`", custom_backward, {OURS, THEIRS}),
     Feature("one forward a training step", forward_once_per_step, {OURS, TRACED}),
     Feature("complex gradients are JAX's", complex_gradient, {OURS, TRACED}),
     Feature("`jax.vmap` is one batched call", one_call_under_vmap, {OURS, TRACED}),
@@ -228,12 +230,12 @@ FEATURES = [
 
 def table() -> str:
     """The table in Markdown."""
-    header = f"| | {' | '.join(f'`{name}`' for name in LIBRARIES)} |\n|---|{':-:|' * len(LIBRARIES)}\n"
     rows = [
-        f"| {f.text} | {' | '.join('yes' if n in f.had_by else 'no' for n in LIBRARIES)} |\n"
-        for f in FEATURES
+        ["", *(f"`{name}`" for name in LIBRARIES)],
+        *([f.text, *("yes" if n in f.had_by else "no" for n in LIBRARIES)] for f in FEATURES),
     ]
-    return header + "".join(rows)
+    first, *others = (f"| {' | '.join(row)} |\n" for row in rows)
+    return first.replace("|  |", "| |") + "|---|" + ":-:|" * len(LIBRARIES) + "\n" + "".join(others)
 
 
 def has(library: Library, feature: Feature) -> bool:

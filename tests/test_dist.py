@@ -1,6 +1,7 @@
 """The wheel and the source distribution, and the wheel in an environment of its own."""
 
 import email.parser
+import re
 import subprocess
 import sys
 import tarfile
@@ -61,7 +62,8 @@ def test_source_distribution_holds_what_the_tests_need(built):
 
 def test_changelog_has_a_section_for_the_version():
     text = (ROOT / "CHANGELOG.md").read_text()
-    assert f"\n## [{eqx_torch.__version__}]" in text or "\n## [Unreleased]" in text
+    versions = re.findall(r"^## \[(.*?)\] - (?:unreleased|\d{4}-\d\d-\d\d)$", text, re.MULTILINE)
+    assert versions[0] == eqx_torch.__version__
 
 
 @pytest.mark.slow
