@@ -196,8 +196,7 @@ def stays_sharded(library: Library) -> None:
 
 def exports(library: Library) -> None:
     f = library.wrap(torch.sin, torch.zeros(4))
-    exported = jax.export.export(jax.jit(f), platforms=["tpu"])(jnp.zeros(4))
-    assert exported.serialize()
+    jax.export.export(jax.jit(f), platforms=["tpu"])(jnp.zeros(4))
 
 
 class Feature(NamedTuple):

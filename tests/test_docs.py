@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from .run_blocks import blocks, included
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES_WITH_CODE = [page for page in PAGES if blocks(page.read_text())]
-LANGUAGES = {"python", "sh", "text"}
+LANGUAGES = {"python", "py", "sh", "text"}
 
 
 def _name(page: Path) -> str:
@@ -40,6 +41,11 @@ def test_every_block_has_a_language_that_is_checked(page):
 
 
 @every_page
+def test_code_that_is_not_run_is_included_from_a_file(page):
+    assert blocks(page.read_text(), "py") == []
+
+
+@every_page
 def test_included_files_exist_and_have_a_test(page):
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     for path in included(page.read_text()):
@@ -50,24 +56,27 @@ def test_included_files_exist_and_have_a_test(page):
 @every_page
 def test_commands_name_what_exists(page):
     for _, block in blocks(page.read_text(), "sh"):
-        for line in block.splitlines():
-            _check_command(line.partition("  #")[0].split())
+        for line in block.replace("\\\n", " ").splitlines():
+            _check_command(shlex.split(line, comments=True))
 
 
 def _check_command(words: list[str]) -> None:
     """Fails unless a line of a sh block is of a known kind and what it names is there."""
     while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
         words = words[1:]
+    if words and words[0] == "srun":  # the command is what follows its options
+        words = words[words.index("python") :]
     match words:
         case ["make", target]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         case ["python", "-m", module, *_]:
             path = ROOT / module.replace(".", "/")
             assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
-        case ["python" | ".venv/bin/python", path, *_] if path.endswith(".py"):
-            assert (ROOT / path).is_file()
+        case ["python" | ".venv/bin/python", path, *options] if path.endswith(".py"):
+            program = (ROOT / path).read_text()
+            assert all(o in program for o in options if o.startswith("--"))
         case ["pip", "install", package]:
-            assert package.strip("'\"").split("[")[0] in (".", "eqx-torch")
+            assert package.split("[")[0] in (".", "eqx-torch")
         case _:
             pytest.fail(f"unknown command: {' '.join(words)}")
 
