@@ -2,6 +2,9 @@
 
 PYTHON ?= python3.11
 PYTEST := python -m pytest -n 2
+GRADIENT_TESTS := $(addprefix tests/test_, grad.py vmap_grad.py hessian.py jvp.py remat.py \
+	scan_while_cond.py shard_map.py explicit_sharding.py module_calls.py module_keys.py \
+	module_parameters.py module_sharding.py module_state.py threads.py)
 
 .PHONY: demo docs dist dist-test test test-all test-floor lint clean
 
@@ -23,6 +26,7 @@ test: lint
 
 test-all: lint
 	.venv/bin/$(PYTEST) -m ""
+	for tape in off 0 1; do .venv/bin/$(PYTEST) --tape=$$tape $(GRADIENT_TESTS) || exit 1; done
 
 test-floor: .venv-floor/ready
 	.venv-floor/bin/$(PYTEST)
