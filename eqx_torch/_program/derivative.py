@@ -7,7 +7,7 @@ import functools
 import torch
 
 from .._compat import cached_weakly
-from .base import Derivative, Indices, pick, Program, Spec, Tensors
+from .base import Derivative, Indices, Kind, pick, Program, Spec, Tensors
 from .forward import (
     double_backward,
     dual_numbers,
@@ -39,6 +39,10 @@ class Jvp(Derivative):
     @property
     def name(self) -> str:
         return f"jvp({self.inner.name})"
+
+    @property
+    def kind(self) -> Kind:
+        return "tangent"
 
     def broadcast(self, size: int, shared: Indices) -> Program:
         return Jvp(self.inner.broadcast(size, ()), self.wrt, self.of)
@@ -90,6 +94,10 @@ class Vjp(Derivative):
     @property
     def name(self) -> str:
         return f"vjp({self.inner.name})"
+
+    @property
+    def kind(self) -> Kind:
+        return "backward"
 
     def broadcast(self, size: int, shared: Indices) -> Program:
         return Vjp(self.inner.broadcast(size, ()), self.wrt, self.of)
