@@ -3,7 +3,9 @@
 PYTHON ?= python3.11
 PYTEST := python -m pytest -n 2
 
-.PHONY: demo test test-all test-floor lint clean
+PICTURES := digits ensemble forces hessian neural_ode sentence_head
+
+.PHONY: demo test test-all test-floor pictures lint clean
 
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
@@ -16,6 +18,11 @@ test-all: lint
 
 test-floor: .venv-floor/ready
 	.venv-floor/bin/$(PYTEST)
+
+# The pictures of the documentation are those that the examples draw.
+pictures: .venv/ready
+	for name in $(PICTURES); do .venv/bin/python examples/$$name.py || exit; done
+	cp $(PICTURES:%=examples/out/%.png) docs/images
 
 lint: .venv/ready
 	.venv/bin/ruff check .

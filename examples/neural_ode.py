@@ -112,9 +112,11 @@ def compare_adjoints(model: PyTree, observed: Float[Array, "times batch 2"]) -> 
     return {"backsolve": float(backsolve), "forward": float(forward)}
 
 
-def train(model: PyTree, observed: Float[Array, "times batch 2"], steps: int) -> PyTree:
-    """Adam, with a learning rate that decays."""
-    optimizer = optax.adam(optax.cosine_decay_schedule(1e-2, steps))
+def train(
+    model: PyTree, observed: Float[Array, "times batch 2"], steps: int
+) -> tuple[PyTree, list[float]]:
+    """Adam, with a learning rate that decays; also the loss of each step."""
+    optimizer = optax.adam(optax.cosine_decay_schedule(3e-2, steps))
     opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 
     @eqx.filter_jit
@@ -122,12 +124,13 @@ def train(model: PyTree, observed: Float[Array, "times batch 2"], steps: int) ->
         updates, opt_state = optimizer.update(grads, opt_state)
         return eqx.apply_updates(model, updates), opt_state
 
-    tolerance = jnp.array(1e-3)
+    tolerance, losses = jnp.array(1e-3), []
     for _ in (bar := trange(steps)):
         loss, grads = value_and_grad(model, observed, tolerance)
         model, opt_state = update(model, opt_state, grads)
-        bar.set_postfix(loss=f"{loss:.5f}")
-    return model
+        losses.append(float(loss))
+        bar.set_postfix(loss=f"{loss:.5f}", refresh=False)
+    return model, losses
 
 
 def draw(observed, expected, predicted, path: Path) -> None:
@@ -171,7 +174,8 @@ def main(picture: Path = PICTURE, steps: int = 300, pieces: int = 32) -> dict[st
     print(f"Gradients by BacksolveAdjoint differ by {figures['backsolve']:.1e} of their norm,")
     print(f"and the slope by ForwardMode by {figures['forward']:.1e}.")
 
-    model = train(model, observed, steps)
+    model, losses = train(model, observed, steps)
+    figures |= {"first loss": losses[0], "last loss": losses[-1]}
     starts = jnp.radians(jnp.array([[120.0, 0.0], [-60.0, -90.0]]))
     expected = jnp.degrees(solve(pendulum, starts, TEST_TIMES, tolerance=1e-5))
     predicted = jnp.degrees(solve(model, starts, TEST_TIMES))

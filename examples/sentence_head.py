@@ -165,7 +165,7 @@ def main(picture: Path = PICTURE, steps: int = 300) -> dict[str, float]:
     opt_state = optimizer.init(eqx.filter(head, eqx.is_array))
     for _ in (bar := trange(steps)):
         head, opt_state, loss = train_step(head, opt_state, optimizer, embeddings, labels)
-        bar.set_postfix(loss=f"{loss:.3f}")
+        bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
 
     probabilities = np.asarray(jax.nn.softmax(jax.vmap(head)(questions)))
     chosen = probabilities.argmax(axis=-1)
