@@ -5,20 +5,16 @@ array and starts no JAX computation, so it can never wait for the runtime that w
 tensors it makes share memory with XLA's buffers and are valid until it returns.
 """
 
-import contextlib
-import logging
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 from .._ambient import Ambient, in_neutral_thread
 from .._compat import from_dlpack
-from .._program import Program, write_error
+from .._program import Lock, Program, write_error
+from .debug import debugged, debugging
+from .failures import Callback, Failure, FAILURES, poisoning
+from .interrupts import deliver_again
 from .streams import on_stream
-
-
-Callback: TypeAlias = Callable[..., tuple[()]]
-
-_LOGGER = logging.getLogger("eqx_torch")
 
 
 def callback(program: Program, platform: str, devices: int) -> Callback:
@@ -32,45 +28,37 @@ def callback(program: Program, platform: str, devices: int) -> Callback:
         devices: how many devices call the function.
     """
     lock = program.leaf.function.lock
-    run = _evaluator(program)
+    # Contexts with nothing in them would be a twentieth of what a call costs.
+    run = _evaluator(program, FAILURES.pending if devices == 1 else ())
+    if lock is not None:
+        run = _locked(run, lock)
     if devices > 1:
-        run = _logged(program.leaf.function.name, run)
-    if platform == "cpu" and lock is None:
-        return run  # contexts with nothing in them would be a twentieth of what a call costs
-    stream = contextlib.nullcontext if platform == "cpu" else on_stream
+        run = poisoning(program, run, platform, devices)
+    return run if platform == "cpu" else _on_stream(run)
 
-    def run_guarded(context: Any, *buffers: Any) -> tuple[()]:
-        with stream(context), lock or contextlib.nullcontext():
+
+def _locked(run: Callback, lock: Lock) -> Callback:
+    def run_locked(context: Any, *buffers: Any) -> tuple[()]:
+        with lock:
             return run(context, *buffers)
 
-    return run_guarded
+    return run_locked
 
 
-def _logged(name: str, run: Callback) -> Callback:
-    """Logs what is raised at once.
-
-    The other devices may be waiting for this one in a collective. Then XLA ends the process before
-    it passes the error on.
-    """
-
-    def run_logged(context: Any, *buffers: Any) -> tuple[()]:
-        try:
+def _on_stream(run: Callback) -> Callback:
+    def run_on_stream(context: Any, *buffers: Any) -> tuple[()]:
+        with on_stream(context):
             return run(context, *buffers)
-        except Exception:
-            _LOGGER.exception(
-                "`%s` raised on one of several devices. If others wait for it in a collective, XLA "
-                "ends the process after 40 seconds.",
-                name,
-            )
-            raise
 
-    return run_logged
+    return run_on_stream
 
 
-def _evaluator(program: Program) -> Callback:
-    """Evaluates a program."""
+def _evaluator(program: Program, pending: Sequence[Failure]) -> Callback:
+    """Evaluates a program, unless an error is `pending`, which is then raised instead."""
     count = len(program.ins)
     evaluate = program.runner()
+    if debugging():
+        evaluate = debugged(program, evaluate)
     function = program.leaf.function
 
     def run(buffers: Sequence[Any]) -> tuple[()]:
@@ -95,9 +83,15 @@ def _evaluator(program: Program) -> Callback:
 
     def run_in_thread(context: Any, *buffers: Any) -> tuple[()]:
         del context
-        if in_neutral_thread():
-            return run_in_neutral(buffers)
-        with Ambient.neutral():
-            return run_in_neutral(buffers)
+        if pending:
+            FAILURES.raise_in_callback()
+        try:
+            if in_neutral_thread():
+                return run_in_neutral(buffers)
+            with Ambient.neutral():
+                return run_in_neutral(buffers)
+        except KeyboardInterrupt:
+            deliver_again()
+            raise
 
     return run_in_thread
