@@ -3,6 +3,9 @@
 PYTHON ?= python3.11
 PYTHON_NEWEST ?= python3.12
 PYTEST := python -m pytest -n 2
+GRADIENT_TESTS := $(addprefix tests/test_, grad.py vmap_grad.py hessian.py jvp.py remat.py \
+	scan_while_cond.py shard_map.py explicit_sharding.py module_calls.py module_keys.py \
+	module_parameters.py module_sharding.py module_state.py threads.py)
 
 # JAX leaves to torch the memory it does not use yet. Warnings are those of the machine, too.
 GPU_PYTEST = JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
@@ -11,16 +14,29 @@ GPU_ALONE := tests/gpu/test_order.py tests/gpu/test_memory.py tests/gpu/test_wai
 HAS_CUDA := import importlib.metadata as m, torch; \
 	assert any(d.name.startswith("jax-cuda") for d in m.distributions()) and torch.version.cuda
 
-.PHONY: demo test test-all test-floor test-newest test-gpu gpu-at-once gpu-alone lint clean
+PICTURES := digits ensemble forces hessian neural_ode sentence_head
 
+.PHONY: demo docs pictures dist dist-test test test-all test-floor test-newest test-gpu \
+	gpu-at-once gpu-alone lint clean
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
+
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
+
+dist: .venv/ready
+	.venv/bin/python -m build --no-isolation
+
+# The wheel in an environment of its own, without a compiler.
+dist-test: .venv/ready
+	.venv/bin/python -m pytest tests/test_dist.py -m ""
 
 test: lint
 	.venv/bin/$(PYTEST)
 
 test-all: lint
 	.venv/bin/$(PYTEST) -m ""
+	for tape in off 0 1; do .venv/bin/$(PYTEST) --tape=$$tape $(GRADIENT_TESTS) || exit 1; done
 
 test-floor: .venv-floor/ready
 	.venv-floor/bin/$(PYTEST)
@@ -44,6 +60,11 @@ gpu-at-once:
 
 gpu-alone:
 	$(GPU_PYTEST) $(GPU_ALONE)
+
+# The pictures of the documentation are those that the examples draw.
+pictures: .venv/ready
+	for name in $(PICTURES); do .venv/bin/python examples/$$name.py || exit; done
+	cp $(PICTURES:%=examples/out/%.png) docs/images
 
 lint: .venv/ready
 	.venv/bin/ruff check .

@@ -109,17 +109,6 @@ def on_clear_caches(clear: Callable[[], None]) -> None:
     register_cache(cache, "eqx_torch")
 
 
-def register_dce(
-    primitive: Primitive, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]
-) -> None:
-    """Registers what to do where only some of a primitive's results are used.
-
-    `rule` takes which are used and the equation, as JAX passed them before 0.12. Since then JAX
-    puts between them which inputs are live references; a torch call takes no references.
-    """
-    partial_eval.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])
-
-
 def run_backward(
     outputs: tuple[Any, ...],
     cotangents: tuple[torch.Tensor, ...],
@@ -155,6 +144,17 @@ def batched(
         return [_remove_batch_dim(y, level, size, axis) for y, axis in outs]
 
 
+def register_dce(
+    primitive: Primitive, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]
+) -> None:
+    """Registers what to do where only some of a primitive's results are used.
+
+    `rule` takes which are used and the equation, as JAX passed them before 0.12. Since then JAX
+    puts between them which inputs are live references; a torch call takes no references.
+    """
+    partial_eval.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])
+
+
 def callback_target(platform: str) -> str | None:
     """The custom call that runs a Python callback on buffers, None where there is none."""
     return _CALLBACK_TARGETS.get(platform)
@@ -165,11 +165,29 @@ def lower_callback(
     target: str,
     callback: Callable[..., tuple[()]],
     operands: Sequence[Any],
+    name: str,
 ) -> Sequence[Any]:
-    """Emits a custom call that passes its operand and result buffers to `callback`."""
+    """Emits a custom call that passes its operand and result buffers to `callback`.
+
+    XLA calls the operation `name`, in programs as in profiles.
+    """
     ctx.module_context.add_host_callback(callback)
     index = len(ctx.module_context.host_callbacks) - 1
-    return jax.ffi.ffi_lowering(target)(ctx, *operands, index=np.uint64(index))
+    with _location(ctx, name):
+        return jax.ffi.ffi_lowering(target)(ctx, *operands, index=np.uint64(index))
+
+
+def _location(ctx: mlir.LoweringRuleContext, name: str) -> mlir.ir.Location:
+    """The location in force, with `name` where JAX has put that of the primitive.
+
+    It is as JAX builds it: the operation's type, within it its path, within that the source lines.
+    """
+    lines: Any = mlir.ir.Location.current
+    while isinstance(lines, mlir.ir.NameLoc):
+        lines = lines.child_loc
+    stack = str(ctx.name_stack)
+    path = mlir.ir.Location.name(f"{stack}/{name}" if stack else name, childLoc=lines)
+    return mlir.ir.Location.name(f"{name}:", childLoc=path)
 
 
 def varying_axes(aval: Any) -> frozenset[str]:

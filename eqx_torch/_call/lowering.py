@@ -33,7 +33,14 @@ def lower(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Se
         )
     _warn_if_gathered(ctx, program)
     program.prepare()
-    return lower_callback(ctx, target, callback(program, platform, _num_devices(ctx)), operands)
+    run = callback(program, platform, _num_devices(ctx))
+    return lower_callback(ctx, target, run, operands, _operation_name(program))
+
+
+def _operation_name(program: Program) -> str:
+    """The function's name, by which its calls are found in profiles: `f`, `f_backward`."""
+    name = program.leaf.name
+    return name if program.kind == "forward" else f"{name}_{program.kind}"
 
 
 def _num_devices(ctx: mlir.LoweringRuleContext) -> int:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from .._ambient import Ambient, in_neutral_thread
 from .._compat import from_dlpack
 from .._program import Program, write_error
+from .._timeline import ACTIVE, Span
 from .streams import no_stream, XLA_STREAMS
 
 
@@ -94,11 +95,16 @@ def _evaluator(program: Program) -> Callback:
 
     run_in_neutral = run_and_release if function.borrows else run
 
+    def run_recorded(buffers: Sequence[Any]) -> tuple[()]:
+        with Span(program, buffers[0]):
+            return run_in_neutral(buffers)
+
     def run_in_thread(context: Any, *buffers: Any) -> tuple[()]:
         del context
+        task = run_recorded if ACTIVE else run_in_neutral
         if in_neutral_thread():
-            return run_in_neutral(buffers)
+            return task(buffers)
         with Ambient.neutral():
-            return run_in_neutral(buffers)
+            return task(buffers)
 
     return run_in_thread
