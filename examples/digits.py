@@ -174,12 +174,12 @@ def train_with_jax(
         for step, (batch, key) in enumerate(zip(tqdm(train, desc="JAX"), keys, strict=True)):
             if step == max(0, len(train) - TIMED_STEPS):
                 record.calls = stack.enter_context(timeline())
-            begin = time.perf_counter()
+            start = time.perf_counter()
             images, labels = jax.device_put((batch.images, batch.labels), P("batch"))  # split
             model, state, opt_state, loss = train_step(
                 model, state, opt_state, optimizer, images, labels, key
             )
-            record.add(float(loss), begin)
+            record.add(float(loss), start)
         jax.block_until_ready(opt_state)  # the loss is there before the gradients are
 
     images, labels = jax.device_put((test.images, test.labels), P("batch"))
