@@ -20,9 +20,14 @@ ROOT = Path(__file__).parent.parent
 
 def run(name: str, **settings: Any) -> dict[str, Any]:
     """What the `main` of an example returns; it also has to print, and to show its progress."""
-    program = (
-        f"import json; from examples.{name} import main; print(json.dumps(main(**{settings})))"
-    )
+    program = f"""
+import json
+from pathlib import *  # the settings may hold a path
+
+from examples.{name} import main
+
+print(json.dumps(main(**{settings})))
+"""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program],
         cwd=ROOT,
@@ -73,7 +78,7 @@ def test_neural_ode(picture):
 
 
 def test_ensemble(picture):
-    figures = run("ensemble", picture=picture, members=5, steps=300)
+    figures = run("ensemble", picture=picture, members=5, steps=500)
     assert figures["loss"] < 3 * 0.1**2  # the noise's variance
     assert figures["error with data"] < 0.2
     assert figures["spread without"] > 3 * figures["spread with data"]
