@@ -103,11 +103,8 @@ def train(model: PyTree, tokenize, steps: int, batch_size: int) -> PyTree:
     opt_state = optimizer.init(trained)
     trained, frozen, opt_state = eqx.filter_shard((trained, frozen, opt_state), P())  # replicated
     random = np.random.default_rng(0)
-    sizes = [
-        sum(x.size for x in jax.tree.leaves(eqx.filter(part, eqx.is_inexact_array)))
-        for part in (trained, frozen)
-    ]
-    for _ in (bar := trange(steps, desc=f"{sizes[0]} of {sum(sizes)} parameters")):
+    sizes = [optax.tree.size(eqx.filter(x, eqx.is_inexact_array)) for x in (trained, model)]
+    for _ in (bar := trange(steps, desc="{:,} of {:,} parameters".format(*sizes))):
         pick = random.choice(len(texts), batch_size, replace=False)
         tokens = tokenize([texts[i] for i in pick])
         labels = jax.device_put(won[pick].astype(np.int32), P("batch"))
