@@ -19,7 +19,6 @@ from .function import first, missing_key
 
 _ON_THE_MESH = "state = jax.device_put(state, jax.NamedSharding(mesh, P()))"
 
-
 _TORCH_HABITS = {
     "eval": "model = eqx.nn.inference_mode(model)",
     "train": "model = eqx.nn.inference_mode(model, value=False)",
@@ -141,12 +140,12 @@ class TorchModule(eqx.nn.StatefulLayer):
         if self.buffers is None:
             return {}
         if state is not None:
-            return _own_buffers(self.core, self.buffers, state)
+            return _without_derivatives(self.core, _own_buffers(self.core, self.buffers, state))
         changing = self.core.blueprint.changing(self.inference)
         init = self.buffers.init
         if changing or not isinstance(init, dict):
             raise ModuleError(_missing_state(self.core, changing))
-        return init
+        return _without_derivatives(self.core, init)
 
 
 class _Own:
@@ -268,6 +267,15 @@ def _own_buffers(core: Core, index: eqx.nn.StateIndex, state: eqx.nn.State) -> d
             "`model, state = eqx.nn.make_with_state(from_torch)(module)`, or that it returned."
         )
     return buffers
+
+
+def _without_derivatives(core: Core, buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The buffers, the statistics of torch's own layers as the constants that torch takes them for.
+
+    To JAX they depend on what an earlier call was given, or are leaves of the model.
+    """
+    traced = [n for n in core.statistics & set(buffers) if isinstance(buffers[n], jax.core.Tracer)]
+    return buffers | {n: jax.lax.stop_gradient(buffers[n]) for n in traced}
 
 
 def _inference(module: TorchModule) -> bool:
