@@ -18,6 +18,7 @@ PICTURES := digits ensemble forces hessian neural_ode sentence_head
 
 .PHONY: demo docs pictures dist dist-test test test-all test-floor test-newest test-gpu \
 	gpu-at-once gpu-alone lint clean
+
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
 
