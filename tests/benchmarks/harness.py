@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,8 +38,9 @@ class Burst:
     """How long one arm runs before the next has its turn, and for how long all of them do."""
 
     milliseconds: float = 20.0  # of one burst
-    seconds: float = 8.0  # of all bursts
+    seconds: float = 8.0  # of all rounds
     rounds: int = 5  # at least
+    pause: float = 0.01  # seconds in which the OpenMP threads of the last arm stop spinning
 
 
 def in_turns(arms: Mapping[str, Callable[[int], Any]], burst: Burst) -> Times:
@@ -54,6 +56,8 @@ def in_turns(arms: Mapping[str, Callable[[int], Any]], burst: Burst) -> Times:
     done = 0
     while done < burst.rounds or time.perf_counter() < end:
         for name in names:
+            time.sleep(burst.pause)
+            arms[name](1)
             times[name].append(_seconds(arms[name], calls[name]) / calls[name])
         names = names[1:] + names[:1]
         done += 1
@@ -131,14 +135,15 @@ def _cpu() -> str:
     return found[1] if found else platform.machine()
 
 
-def use_cores(count: int | None) -> None:
-    """Restricts the process, and so both libraries, to that many cores; None is all of them.
+def use_cores(count: int) -> None:
+    """Starts this program again, on that many cores, unless it already runs on so few.
 
-    To be called before JAX or torch has computed anything, since both make their threads then.
+    Both libraries, and OpenMP below torch, count the cores when they are loaded.
     """
-    cores = sorted(os.sched_getaffinity(0))[:count]
-    os.sched_setaffinity(0, cores)
-    torch.set_num_threads(len(cores))
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > count:
+        os.sched_setaffinity(0, cores[:count])
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def report(name: str, rows: Sequence[Row], out: Path = OUT, **details: Any) -> dict[str, Any]:

@@ -84,7 +84,8 @@ def main(arguments: Sequence[str] | None = None, out: Path = OUT) -> dict[str, A
     parser.add_argument("--compiled", action="store_true", help="modules under torch.compile")
     parser.add_argument("--seconds", type=float, default=8.0, help="for each network")
     args = parser.parse_args(arguments)
-    use_cores(args.cores)
+    if args.cores:
+        use_cores(args.cores)
     name = "train_step" + ("_compiled" if args.compiled else "")
     name += f"_{args.cores}_core" if args.cores else ""
     chosen = [t for t in tasks() if args.only in t.name]
