@@ -1,13 +1,14 @@
 """`jax.vmap` of a wrapped function or module, against calling it on the batch.
 
-`python -m tests.benchmarks.vmap` computes each network on 256 examples under jit in three ways: by
-`jax.vmap` of a call that takes one example, by the same wrapper called on the whole batch, and by
-plain torch on the whole batch; the forward alone, and the gradient of the parameters too. All give
-the same, which is checked first.
+`python -m tests.benchmarks.vmap` computes each network on 256 examples: by `jax.vmap` of a call
+that takes one example and by the same wrapper called on the whole batch, both under jit, and in
+plain torch by `torch.func.vmap` and on the whole batch; the forward alone, and the gradient of the
+parameters. All give the same, which is checked first.
 """
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,25 +31,46 @@ Call = Callable[[], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is batched: a module whose forward takes one example or a batch of them."""
+    """What is batched: a function of parameters and input, or the forward of a module."""
 
     name: str
-    build: Callable[[], nn.Module]
+    build: Callable[[], nn.Module]  # the parameters, and without `function` the forward
     shape: tuple[int, ...]  # of one example
-    as_function: bool = False  # torch2jax of `functional_call`, in place of from_torch
+    function: Callable[[dict[str, torch.Tensor], torch.Tensor], torch.Tensor] | None = None
 
-    def start(self, batch: int) -> tuple[nn.Module, torch.Tensor]:
+    def in_jax(self, batch: int) -> tuple[Callable[..., jax.Array], Any, jax.Array]:
+        """The call of parameters and input, the parameters and the input."""
+        module, x = self._start(batch)
+        if self.function is not None:
+            return torch2jax(self.function), tree_t2j(dict(module.named_parameters())), t2j(x)
+        params, static = eqx.partition(from_torch(module), eqx.is_inexact_array)
+        return lambda params, x: eqx.combine(params, static)(x), params, t2j(x)
+
+    def in_torch(self, batch: int) -> tuple[Callable[..., torch.Tensor], list[Any], torch.Tensor]:
+        """The call of the input, the parameters in the order of JAX, and the input."""
+        module, x = self._start(batch)
+        params = dict(module.named_parameters())
+        ordered = [params[name] for name in sorted(params)]
+        if self.function is None:
+            return module, ordered, x
+        return functools.partial(self.function, params), ordered, x
+
+    def _start(self, batch: int) -> tuple[nn.Module, torch.Tensor]:
         torch.manual_seed(0)
         return self.build(), torch.randn(batch, *self.shape)
 
 
 def cases() -> list[Case]:
     return [
-        Case("function, Linear 64", lambda: nn.Linear(64, 64), (64,), as_function=True),
+        Case("function, tanh of affine 64", lambda: nn.Linear(64, 64), (64,), layer),
         Case("module, MLP 256", lambda: mlp(256), (256,)),
         Case("module, 2 convolutions", convolutions, (3, 16, 16)),
         Case("module, transformer layer 64", transformer_layer, (16, 64)),
     ]
+
+
+def layer(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(nn.functional.linear(x, params["weight"], params["bias"]))
 
 
 def mlp(width: int) -> nn.Module:
@@ -63,54 +85,40 @@ def transformer_layer() -> nn.Module:
     return nn.TransformerEncoderLayer(64, 2, 256, dropout=0.0, batch_first=True)
 
 
-def in_jax(case: Case, batch: int) -> tuple[Callable[..., jax.Array], Any, jax.Array]:
-    """The call of parameters and input, the parameters and the input."""
-    module, x = case.start(batch)
-    if case.as_function:
-
-        def forward(params, x):
-            return torch.func.functional_call(module, params, x)
-
-        return torch2jax(forward), tree_t2j(dict(module.named_parameters())), t2j(x)
-    params, static = eqx.partition(from_torch(module), eqx.is_inexact_array)
-    return lambda params, x: eqx.combine(params, static)(x), params, t2j(x)
-
-
 def forwards(case: Case, batch: int) -> dict[str, Call]:
     """The outputs for the batch, in each way."""
-    call, params, x = in_jax(case, batch)
+    call, params, x = case.in_jax(batch)
     mapped, batched = jax.jit(jax.vmap(call, (None, 0))), jax.jit(call)
-    module, x_torch = case.start(batch)
+    call_torch, _, x_torch = case.in_torch(batch)
+    mapped_torch = torch.func.vmap(call_torch)
 
-    def plain() -> torch.Tensor:
+    def without_graph(call: Callable[..., torch.Tensor]) -> torch.Tensor:
         with torch.no_grad():
-            return module(x_torch)
+            return call(x_torch)
 
     return {
         "jax.vmap": lambda: mapped(params, x),
         "batched": lambda: batched(params, x),
-        "torch": plain,
+        "torch.vmap": lambda: without_graph(mapped_torch),
+        "torch": lambda: without_graph(call_torch),
     }
 
 
 def gradients(case: Case, batch: int) -> dict[str, Call]:
     """The gradients of the parameters, of the mean square of the outputs, in each way."""
-    call, params, x = in_jax(case, batch)
+    call, params, x = case.in_jax(batch)
 
     def gradient_of(call):
         return jax.jit(jax.grad(lambda params, x: (call(params, x) ** 2).mean()))
 
     mapped, batched = gradient_of(jax.vmap(call, (None, 0))), gradient_of(call)
-    module, x_torch = case.start(batch)
-    of = [p for _, p in sorted(module.named_parameters())]  # as JAX orders a dict
-
-    def plain() -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad((module(x_torch) ** 2).mean(), of)
-
+    call_torch, of, x_torch = case.in_torch(batch)
+    mapped_torch = torch.func.vmap(call_torch)
     return {
         "jax.vmap": lambda: mapped(params, x),
         "batched": lambda: batched(params, x),
-        "torch": plain,
+        "torch.vmap": lambda: torch.autograd.grad((mapped_torch(x_torch) ** 2).mean(), of),
+        "torch": lambda: torch.autograd.grad((call_torch(x_torch) ** 2).mean(), of),
     }
 
 
@@ -119,7 +127,7 @@ def check(case: str, calls: dict[str, Call]) -> None:
     results = {
         name: [np.asarray(a) for a in jax.tree.leaves(call())] for name, call in calls.items()
     }
-    for name in ("jax.vmap", "batched"):
+    for name in calls:
         for actual, expected in zip(results[name], results["torch"], strict=True):
             atol = 1e-5 * max(1, np.abs(expected).max())
             np.testing.assert_allclose(actual, expected, 1e-4, atol, err_msg=f"{case}, {name}")
@@ -144,8 +152,9 @@ def measure(case: str, calls: dict[str, Call], burst: Burst) -> Row:
         "torch, ms": pair(times["torch"], 1000),
         "jax.vmap, ms": pair(times["jax.vmap"], 1000),
         "jax.vmap / batched": ratio(times["jax.vmap"], times["batched"]),
-        "jax.vmap / torch": ratio(times["jax.vmap"], times["torch"]),
         "aim": AIM,
+        "jax.vmap / torch": ratio(times["jax.vmap"], times["torch"]),
+        "torch.vmap / torch": ratio(times["torch.vmap"], times["torch"]),
     }
 
 
