@@ -3,10 +3,24 @@
 PYTHON ?= python3.11
 PYTEST := python -m pytest -n 2
 
-.PHONY: demo test test-all test-floor lint clean
+.PHONY: demo bench test test-all test-floor lint clean
 
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
+
+# What the neighbour compiles at its first use needs a C++ compiler and ninja.
+bench: .venv/ready-bench
+	export PATH="$(CURDIR)/.venv/bin:$$PATH"; set -e; \
+	python -m tests.benchmarks.call_overhead; \
+	python -m tests.benchmarks.train_step; \
+	python -m tests.benchmarks.train_step --cores 1; \
+	python -m tests.benchmarks.train_step --compiled; \
+	python -m tests.benchmarks.vmap; \
+	python -m tests.benchmarks.devices; \
+	python -m tests.benchmarks.memory; \
+	python -m tests.benchmarks.startup; \
+	python -m tests.benchmarks.trace; \
+	python -m tests.benchmarks.report
 
 test: lint
 	.venv/bin/$(PYTEST)
@@ -30,6 +44,10 @@ clean:
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install -e '.[dev]' -c constraints.txt
+	touch $@
+
+.venv/ready-bench: .venv/ready
+	.venv/bin/pip install -e '.[dev,bench]' -c constraints.txt
 	touch $@
 
 .venv-floor/ready: pyproject.toml constraints.txt constraints-floor.txt

@@ -27,10 +27,10 @@ RATE = 1e-3
 Step = Callable[[], Any]
 
 
-def with_torch(task: Task, *, fused: bool, compiled: bool = False) -> Step:
-    """Plain torch, as in its tutorials."""
+def with_torch(task: Task, *, fused: bool, backend: str | None = None) -> Step:
+    """Plain torch, as in its tutorials; a backend is one of `torch.compile`."""
     module, x, target = task.start()
-    forward = torch.compile(module) if compiled else module
+    forward = torch.compile(module, backend=backend) if backend else module
     optimizer = torch.optim.Adam(module.parameters(), RATE, fused=fused)
 
     def step() -> torch.Tensor:
@@ -43,13 +43,13 @@ def with_torch(task: Task, *, fused: bool, compiled: bool = False) -> Step:
     return step
 
 
-def with_jit(task: Task, *, compiled: bool = False) -> Step:
+def with_jit(task: Task, *, backend: str | None = None) -> Step:
     """This library under `jax.jit`: the arrays of the model are arguments, the rest is closed over.
 
     The fastest way to call a compiled function, since JAX's C++ code flattens its arguments.
     """
     module, x, target = task.start()
-    module = torch.compile(module) if compiled else module
+    module = torch.compile(module, backend=backend) if backend else module
     model, state = eqx.nn.make_with_state(from_torch)(module)
     params, static = eqx.partition(model, eqx.is_inexact_array)
     optimizer = optax.adam(RATE)
@@ -141,7 +141,7 @@ def _carrying(update: Callable[..., tuple[Any, Any]], carry: Any, *batch: jax.Ar
 
 def eager_arms() -> dict[str, Callable[[Task], Step]]:
     """What is compared where torch runs eagerly, by name."""
-    arms = {
+    arms: dict[str, Callable[[Task], Step]] = {
         "torch, fused Adam": lambda task: with_torch(task, fused=True),
         "torch, plain Adam": lambda task: with_torch(task, fused=False),
         "ours": with_jit,
@@ -152,9 +152,9 @@ def eager_arms() -> dict[str, Callable[[Task], Step]]:
     return arms
 
 
-def compiled_arms() -> dict[str, Callable[[Task], Step]]:
+def compiled_arms(backend: str = "inductor") -> dict[str, Callable[[Task], Step]]:
     """What is compared where the module is compiled by torch."""
     return {
-        "torch.compile": lambda task: with_torch(task, fused=True, compiled=True),
-        "ours": lambda task: with_jit(task, compiled=True),
+        "torch.compile": lambda task: with_torch(task, fused=True, backend=backend),
+        "ours": lambda task: with_jit(task, backend=backend),
     }

@@ -134,7 +134,7 @@ def measure(case: Case, burst: Burst, *, gradient: bool) -> Row:
         "1 device, ms": pair(times["1 devices"], 1000),
         "2 devices, ms": pair(times["2 devices"], 1000),
         "1 / 2 devices": ratio(times["1 devices"], times["2 devices"]),
-        "aim": AIM,
+        "at least": AIM,
         "1 / 2 threads of plain torch": ratio(times["1 threads"], times["2 threads"]),
     }
 

@@ -114,7 +114,7 @@ def environment() -> dict[str, Any]:
     return {
         "date": dt.date.today().isoformat(),
         "python": platform.python_version(),
-        **{name: _version(name) for name in LIBRARIES},
+        "libraries": {name: _version(name) for name in LIBRARIES},
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "torch threads": torch.get_num_threads(),

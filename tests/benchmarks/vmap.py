@@ -152,7 +152,7 @@ def measure(case: str, calls: dict[str, Call], burst: Burst) -> Row:
         "torch, ms": pair(times["torch"], 1000),
         "jax.vmap, ms": pair(times["jax.vmap"], 1000),
         "jax.vmap / batched": ratio(times["jax.vmap"], times["batched"]),
-        "aim": AIM,
+        "at most": AIM,
         "jax.vmap / torch": ratio(times["jax.vmap"], times["torch"]),
         "torch.vmap / torch": ratio(times["torch.vmap"], times["torch"]),
     }
