@@ -130,7 +130,7 @@ def test_losses_are_torchs(task):
 @pytest.mark.usefixtures("promoting")
 def test_training_steps(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(arms, "wrap_torch2jax", None)
-    tasks = models.small_tasks()
+    tasks = [task for task in models.small_tasks() if not task.name.startswith(("trans", "3"))]
     compared = arms.eager_arms(), train_step.EAGER_RATIOS
     result = train_step.run("train_step", tasks, *compared, SHORT, tmp_path)
     assert [row["network"] for row in result["rows"]] == [task.name for task in tasks]
@@ -164,10 +164,13 @@ def test_training_steps_of_compiled_modules(tmp_path, capsys):
     arms.wrap_torch2jax is None, reason="wrap_torch2jax comes with the extra `bench`"
 )
 @pytest.mark.usefixtures("promoting")
-def test_the_neighbour_trains_alike():
-    compared = arms.eager_arms(), train_step.EAGER_RATIOS
-    for task in models.small_tasks():
-        row = train_step.row(task.name, train_step.measure(task, compared[0], SHORT), compared[1])
+def test_the_neighbour_trains_alike(tmp_path):
+    everything = arms.eager_arms()
+    compared = {name: everything[name] for name in ("torch, fused Adam", "ours", "wrap_torch2jax")}
+    ratios = (("wrap_torch2jax / ours", "wrap_torch2jax", "ours"),)
+    tasks = [models.mlp(8, 4), models.resnet((4, 8), depth=1, batch=4, size=8)]
+    result = train_step.run("neighbour", tasks, compared, ratios, SHORT, tmp_path)
+    for row in result["rows"]:
         assert_figures(row, "wrap_torch2jax / ours")
 
 

@@ -72,7 +72,7 @@ def run(rounds: int, out: Path = OUT) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=6)
     args = parser.parse_args(arguments)
     run(args.rounds)
 
