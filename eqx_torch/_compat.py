@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import jax
 import jax.core
 import numpy as np
+import torch
 from jax._src.util import (
     # How JAX's own caches are emptied by `jax.clear_caches()`; recorded graphs are one more.
     register_cache,
@@ -32,9 +33,21 @@ from torch._C import (
     _set_fwd_grad_enabled as set_forward_grad_enabled,
     _set_grad_enabled as set_grad_enabled,
 )
+from torch._functorch.vmap import (
+    # `torch.func.vmap` is these and trees of arguments, which cost it more than a small function.
+    _add_batch_dim,
+    _remove_batch_dim,
+    lazy_load_decompositions,
+    vmap_increment_nesting,
+)
 from torch._subclasses.fake_tensor import (
     # Tensors without memory have no public constructor; `torch.compile` uses these.
     FakeTensorMode as FakeTensorMode,
+)
+from torch.autograd.graph import (
+    # What `torch.autograd.grad` calls when it has checked its arguments, which here are right by
+    # construction; to check them takes as long as the backward of a small layer.
+    _engine_run_backward,
 )
 from torch.utils._python_dispatch import (
     # Copies of real storages are taken in the middle of a run on fake tensors.
@@ -93,6 +106,41 @@ def on_clear_caches(clear: Callable[[], None]) -> None:
     cache = _ClearedCache(clear)
     _cleared_caches.append(cache)
     register_cache(cache, "eqx_torch")
+
+
+def run_backward(
+    outputs: tuple[Any, ...],
+    cotangents: tuple[torch.Tensor, ...],
+    inputs: tuple[torch.Tensor, ...],
+    create_graph: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad`; None for inputs that the outputs do not depend on."""
+    return _engine_run_backward(
+        outputs,
+        cotangents,
+        create_graph,  # whether the graph is kept too
+        create_graph,
+        inputs,
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+
+
+def batched(
+    function: Callable[..., Sequence[torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    in_axes: Sequence[int | None],
+    out_axes: Sequence[int],
+    size: int,
+    randomness: str,
+) -> list[torch.Tensor]:
+    """`torch.func.vmap` of a function of tensors that returns several."""
+    lazy_load_decompositions()
+    with vmap_increment_nesting(size, randomness) as level:
+        pairs = zip(inputs, in_axes, strict=True)
+        members = [x if axis is None else _add_batch_dim(x, axis, level) for x, axis in pairs]
+        outs = zip(function(*members), out_axes, strict=True)
+        return [_remove_batch_dim(y, level, size, axis) for y, axis in outs]
 
 
 def callback_target(platform: str) -> str | None:

@@ -7,7 +7,7 @@ tensors it makes share memory with XLA's buffers and are valid until it returns.
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from .._ambient import Ambient, in_neutral_thread
@@ -32,7 +32,7 @@ def callback(program: Program, platform: str, devices: int) -> Callback:
         devices: how many devices call the function.
     """
     lock = program.leaf.function.lock
-    run = _evaluator(program, _evaluator(program, None))
+    run = _evaluator(program)
     if devices > 1:
         run = _logged(program.leaf.function.name, run)
     if platform == "cpu" and lock is None:
@@ -67,28 +67,37 @@ def _logged(name: str, run: Callback) -> Callback:
     return run_logged
 
 
-def _evaluator(program: Program, in_neutral: Callback | None) -> Callback:
-    """Evaluates a program; where the calling thread is not neutral, by `in_neutral`."""
+def _evaluator(program: Program) -> Callback:
+    """Evaluates a program."""
     count = len(program.ins)
     evaluate = program.runner()
     function = program.leaf.function
-    release = function.release if function.borrows else None
 
-    def run(context: Any, *buffers: Any) -> tuple[()]:
-        if in_neutral is not None and not in_neutral_thread():
-            with Ambient.neutral():
-                return in_neutral(context, *buffers)
+    def run(buffers: Sequence[Any]) -> tuple[()]:
         tensors = [from_dlpack(b.__dlpack__()) for b in buffers]
         inputs = tensors[:count]
-        try:
-            for i, result in enumerate(evaluate(inputs, False), count):
-                tensors[i].copy_(result.detach() if result.requires_grad else result)
-        finally:
-            if release is not None:
-                release()
+        i = count
+        for result in evaluate(inputs, False):
+            tensors[i].copy_(result.detach() if result.requires_grad else result)
+            i += 1
         for x in inputs:
             if x._version:
                 raise write_error(program.leaf, inputs)
         return ()
 
-    return run
+    def run_and_release(buffers: Sequence[Any]) -> tuple[()]:
+        try:
+            return run(buffers)
+        finally:
+            function.release()
+
+    run_in_neutral = run_and_release if function.borrows else run
+
+    def run_in_thread(context: Any, *buffers: Any) -> tuple[()]:
+        del context
+        if in_neutral_thread():
+            return run_in_neutral(buffers)
+        with Ambient.neutral():
+            return run_in_neutral(buffers)
+
+    return run_in_thread
