@@ -28,6 +28,8 @@ import torch
 OUT = Path(__file__).parent / "out"
 LIBRARIES = ("jax", "jaxlib", "torch", "equinox", "optax", "wrap_torch2jax")
 
+LOAD = os.getloadavg()[0]  # before anything is measured
+
 Pair = dict[str, float]
 Row = dict[str, Any]
 Times = dict[str, list[float]]
@@ -117,6 +119,7 @@ def environment() -> dict[str, Any]:
         "libraries": {name: _version(name) for name in LIBRARIES},
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
+        "load before": round(LOAD, 1),
         "torch threads": torch.get_num_threads(),
         "devices": [device.device_kind for device in jax.devices()],
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
@@ -150,6 +153,8 @@ def report(name: str, rows: Sequence[Row], out: Path = OUT, **details: Any) -> d
     """Prints the table and writes `NAME.json`: the rows, the environment and any details."""
     result = {"benchmark": name, "environment": environment(), "rows": list(rows), **details}
     print(table(rows))
+    if LOAD > 0.5:
+        print(f"The machine was busy: its load was {LOAD:.1f} before this began.")
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     return result

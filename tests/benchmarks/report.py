@@ -28,8 +28,8 @@ def origin(result: dict[str, Any]) -> str:
     libraries = ", ".join(f"{name} {v}" for name, v in of["libraries"].items() if v)
     flags = f", `{of['XLA_FLAGS'].strip()}`" if of["XLA_FLAGS"].strip() else ""
     return (
-        f"{of['date']}, {of['cpu']}, cores: {of['cores']}, torch threads: {of['torch threads']}"
-        f"{flags}; Python {of['python']}, {libraries}."
+        f"{of['date']}, {of['cpu']}, cores: {of['cores']}, load before: {of['load before']}, "
+        f"torch threads: {of['torch threads']}{flags}; Python {of['python']}, {libraries}."
     )
 
 
