@@ -44,9 +44,9 @@ def t2j(tensor: torch.Tensor, via: Via = "dlpack") -> jax.Array:
 
     **Returns:**
 
-    A `jax.Array` of the same shape, committed to the tensor's device. Its dtype is
-    `canonical_dtype(tensor.dtype)`. With x64 off, 64-bit values are therefore converted as
-    `jnp.asarray` converts a NumPy array: floats are rounded, integers wrap around.
+    A `jax.Array` of the same shape and dtype, committed to the tensor's device. While JAX's x64
+    mode is off, 64-bit values become 32-bit ones as `jnp.asarray` converts a NumPy array: floats
+    are rounded, integers wrap around.
 
     **Raises:**
 

@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 from .._ambient import Ambient, in_neutral_thread
 from .._compat import from_dlpack
 from .._program import Program, write_error
-from .streams import on_stream
+from .._timeline import ACTIVE, Span
+from .streams import no_stream, XLA_STREAMS
 
 
 Callback: TypeAlias = Callable[..., tuple[()]]
@@ -37,10 +38,11 @@ def callback(program: Program, platform: str, devices: int) -> Callback:
         run = _logged(program.leaf.function.name, run)
     if platform == "cpu" and lock is None:
         return run  # contexts with nothing in them would be a twentieth of what a call costs
-    stream = contextlib.nullcontext if platform == "cpu" else on_stream
+    stream = no_stream if platform == "cpu" else XLA_STREAMS.entered
+    settled = lock is not None and devices > 1
 
     def run_guarded(context: Any, *buffers: Any) -> tuple[()]:
-        with stream(context), lock or contextlib.nullcontext():
+        with stream(context, buffers, settled), lock or contextlib.nullcontext():
             return run(context, *buffers)
 
     return run_guarded
@@ -93,11 +95,16 @@ def _evaluator(program: Program) -> Callback:
 
     run_in_neutral = run_and_release if function.borrows else run
 
+    def run_recorded(buffers: Sequence[Any]) -> tuple[()]:
+        with Span(program, buffers[0]):
+            return run_in_neutral(buffers)
+
     def run_in_thread(context: Any, *buffers: Any) -> tuple[()]:
         del context
+        task = run_recorded if ACTIVE else run_in_neutral
         if in_neutral_thread():
-            return run_in_neutral(buffers)
+            return task(buffers)
         with Ambient.neutral():
-            return run_in_neutral(buffers)
+            return task(buffers)
 
     return run_in_thread

@@ -15,6 +15,7 @@ import torch
 
 from .._errors import ModuleError
 from .._program import Compiled, Kept, Lock, Residuals, Site, Tensors, TorchFunction, VmapMethod
+from .._trees import flatten
 from .._watch import Draws, untouched, Watch
 from .blueprint import Blueprint, Skeleton
 from .rng import SEEDING
@@ -150,6 +151,7 @@ class ModuleFunction(TorchFunction):
         def run(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             parameters, state, _, inference, *rest = args
             skeleton.set_mode(inference)
+            skeleton.place_constants(_device((*parameters, *state, *rest), kwargs))
             skeleton.bind(parameters, state)
             _LayerNames(skeleton.module, watch)
             result = self._run(skeleton, rest, kwargs)
@@ -260,3 +262,10 @@ class _LayerNames:
 def _end(items: list[Callable[[], None]]) -> None:
     while items:
         items.pop(0)()
+
+
+def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    """The device of the first tensor."""
+    if not (args and isinstance(args[0], torch.Tensor)):
+        args = flatten((args, kwargs))[0]
+    return next((x.device for x in args if isinstance(x, torch.Tensor)), _CPU)

@@ -53,7 +53,7 @@ class Record(Derived):
     def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
         refused = self.leaf.function.findings.grad_is_refused
         if functional or refused or (inputs and not inputs[0].is_cpu):
-            return [*self.inner.run(inputs, functional), _token(0)]
+            return [*self.inner.run(inputs, functional), inputs[0].new_zeros(1, dtype=torch.int32)]
         copies = self._site.copies
         primals = [x.clone() for x in inputs] if copies else inputs
         active = [leaf_of(primals[i]) for i in self.wrt]
