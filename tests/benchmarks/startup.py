@@ -29,11 +29,21 @@ PROGRAMS = {
     + "import eqx_torch\n"
     + "x = jax.numpy.ones((8, 8))\n"
     + "print(jax.jit(eqx_torch.torch2jax(torch.add))(x, x).sum())\n",
+    "eqx_torch, first call of known shapes": LIBRARIES
+    + "import eqx_torch\n"
+    + "x = jax.numpy.ones((8, 8))\n"
+    + "print(jax.jit(eqx_torch.torch2jax(torch.add, output_shapes=x))(x, x).sum())\n",
 }
 RATIOS = (
     ("import", "eqx_torch", "both libraries", AIM),
     ("import and first call, against imports", "eqx_torch, first call", "both libraries", AIM),
     ("import and first call", "eqx_torch, first call", "both libraries, first calls", ""),
+    (
+        "the same with output_shapes=",
+        "eqx_torch, first call of known shapes",
+        "both libraries, first calls",
+        "",
+    ),
 )
 
 
