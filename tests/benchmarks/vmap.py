@@ -3,7 +3,7 @@
 `python -m tests.benchmarks.vmap` computes each network on 256 examples: by `jax.vmap` of a call
 that takes one example and by the same wrapper called on the whole batch, both under jit, and in
 plain torch by `torch.func.vmap` and on the whole batch; the forward alone, and the gradient of the
-parameters. All give the same, which is checked first.
+parameters. All give the same, which is checked first. torch has one thread.
 """
 
 import argparse
@@ -160,6 +160,7 @@ def measure(case: str, calls: dict[str, Call], burst: Burst) -> Row:
 
 def run(chosen: Sequence[Case], burst: Burst, out: Path, batch: int = BATCH) -> dict[str, Any]:
     """Measures, prints and writes."""
+    torch.set_num_threads(1)
     rows = []
     for case in chosen:
         rows.append(measure(f"{case.name}, forward", forwards(case, batch), burst))
