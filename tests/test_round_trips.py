@@ -28,7 +28,6 @@ from eqx_torch import (
     TorchModule,
 )
 
-from .benchmarks import first_call
 from .helpers import assert_trees_equal
 
 
@@ -391,9 +390,3 @@ def test_a_hundred_conversions_leave_memory_flat():
     for _ in range(100):
         convert()
     assert _memory() - before < 100e6
-
-
-def test_the_first_call_benchmark():
-    figures, (result, expected) = first_call.measure(layers=2, width=64, batch=2, length=8)
-    assert_trees_equal(result, expected, rtol=1e-4, atol=1e-5)
-    assert all(value > 0 for value in figures.values())
