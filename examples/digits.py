@@ -101,10 +101,10 @@ def make_network(settings: Settings) -> torch.nn.Module:
     """A small convolutional network, in torch."""
     torch.manual_seed(settings.seed)
     return torch.nn.Sequential(
-        torch.nn.Conv2d(1, 32, kernel_size=3, padding=1),
+        torch.nn.Conv2d(1, 32, kernel_size=3, padding=1, bias=False),  # BatchNorm has one
         torch.nn.BatchNorm2d(32),
         torch.nn.SiLU(),
-        torch.nn.Conv2d(32, 64, kernel_size=3, stride=2, padding=1),
+        torch.nn.Conv2d(32, 64, kernel_size=3, stride=2, padding=1, bias=False),
         torch.nn.BatchNorm2d(64),
         torch.nn.SiLU(),
         torch.nn.Flatten(),
@@ -145,7 +145,7 @@ def accuracy(model, state, images, labels):
     return (logits.argmax(axis=-1) == labels).mean()
 
 
-def start(network: torch.nn.Module, settings: Settings):
+def prepare(network: torch.nn.Module, settings: Settings):
     """The optimizer and, replicated over the mesh in force, the model and what goes with it."""
     example = torch.zeros(settings.batch_size, 1, 8, 8)
     model, state = eqx.nn.make_with_state(from_torch)(network, example, out_specs=P("batch"))
@@ -158,7 +158,7 @@ def train_with_jax(
     network: torch.nn.Module, train: list[Digits], test: Digits, settings: Settings
 ) -> Record:
     """Trains the converted network on the devices of the mesh in force (`jax.set_mesh`)."""
-    optimizer, (model, state, opt_state) = start(network, settings)
+    optimizer, (model, state, opt_state) = prepare(network, settings)
     keys = jax.random.split(jax.random.key(settings.seed), len(train))
 
     record = Record()
