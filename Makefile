@@ -14,10 +14,22 @@ GPU_ALONE := tests/gpu/test_order.py tests/gpu/test_memory.py tests/gpu/test_wai
 HAS_CUDA := import importlib.metadata as m, torch; \
 	assert any(d.name.startswith("jax-cuda") for d in m.distributions()) and torch.version.cuda
 
-.PHONY: demo test test-all test-floor test-newest test-gpu gpu-at-once gpu-alone lint clean
+PICTURES := digits ensemble forces hessian neural_ode sentence_head
 
+.PHONY: demo docs pictures dist dist-test test test-all test-floor test-newest test-gpu \
+	gpu-at-once gpu-alone lint clean
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
+
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
+
+dist: .venv/ready
+	.venv/bin/python -m build --no-isolation
+
+# The wheel in an environment of its own, without a compiler.
+dist-test: .venv/ready
+	.venv/bin/python -m pytest tests/test_dist.py -m ""
 
 test: lint
 	.venv/bin/$(PYTEST)
@@ -48,6 +60,11 @@ gpu-at-once:
 
 gpu-alone:
 	$(GPU_PYTEST) $(GPU_ALONE)
+
+# The pictures of the documentation are those that the examples draw.
+pictures: .venv/ready
+	for name in $(PICTURES); do .venv/bin/python examples/$$name.py || exit; done
+	cp $(PICTURES:%=examples/out/%.png) docs/images
 
 lint: .venv/ready
 	.venv/bin/ruff check .

@@ -153,7 +153,7 @@ def accuracy(model, state, images, labels):
     return (logits.argmax(axis=-1) == labels).mean()
 
 
-def prepare(network: torch.nn.Module, settings: Settings):
+def begin(network: torch.nn.Module, settings: Settings):
     """The optimizer and, replicated over the mesh in force, the model and what goes with it."""
     example = torch.zeros(settings.batch_size, 1, 8, 8)
     model, state = eqx.nn.make_with_state(from_torch)(network, example, out_specs=P("batch"))
@@ -166,7 +166,7 @@ def train_with_jax(
     network: torch.nn.Module, train: list[Digits], test: Digits, settings: Settings
 ) -> Record:
     """Trains the converted network on the devices of the mesh in force (`jax.set_mesh`)."""
-    optimizer, (model, state, opt_state) = prepare(network, settings)
+    optimizer, (model, state, opt_state) = begin(network, settings)
     keys = jax.random.split(jax.random.key(settings.seed), len(train))
 
     record = Record()

@@ -78,7 +78,7 @@ def train(settings: digits.Settings, directory: Path | None) -> float:
     train_set, test_set = digits.load_digits(settings.seed)
     batches = digits.make_batches(train_set, settings)
     keys = jax.random.split(jax.random.key(settings.seed), len(batches))
-    optimizer, training = digits.prepare(digits.make_network(settings), settings)
+    optimizer, training = digits.begin(digits.make_network(settings), settings)
     with checkpoints(directory, every=len(batches) // settings.epochs) as saved:
         done, training = restore(saved, training)
         remaining = range(done, len(batches))

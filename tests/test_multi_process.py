@@ -129,7 +129,7 @@ def by_one_process(epochs: int, devices: int) -> tuple[Any, float]:
     batches = digits.make_batches(train, settings)
     keys = jax.random.split(jax.random.key(settings.seed), len(batches))
     with mesh(devices):
-        optimizer, training = digits.prepare(digits.make_network(settings), settings)
+        optimizer, training = digits.begin(digits.make_network(settings), settings)
         for batch, key in zip(batches, keys, strict=True):
             images, labels = jax.device_put((batch.images, batch.labels), P("batch"))
             *training, _ = digits.train_step(*training, optimizer, images, labels, key)
@@ -142,7 +142,7 @@ def restored(path: Path, devices: int) -> Any:
     """What the example has saved last, on devices of this process."""
     settings = digits.Settings(epochs=1)
     with mesh(devices), ocp.CheckpointManager(path) as manager:
-        _, training = digits.prepare(digits.make_network(settings), settings)
+        _, training = digits.begin(digits.make_network(settings), settings)
         arrays, rest = eqx.partition(list(training), eqx.is_array)
         step = manager.latest_step()
         return eqx.combine(manager.restore(step, args=ocp.args.StandardRestore(arrays)), rest)
