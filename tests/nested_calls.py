@@ -1,5 +1,7 @@
 """JAX inside of torch inside of JAX. Run by `test_threads.py`, in a process of its own."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,16 @@ import pytest
 import torch
 from jax.sharding import PartitionSpec as P
 
-from eqx_torch import check_errors, from_torch, j2t, t2j, torch2jax, tree_j2t, tree_t2j
+from eqx_torch import (
+    check_errors,
+    EqxTorchError,
+    from_torch,
+    j2t,
+    t2j,
+    torch2jax,
+    tree_j2t,
+    tree_t2j,
+)
 
 from .helpers import assert_trees_equal
 from .test_explicit_sharding import explicit_mesh, put
@@ -76,9 +87,8 @@ def test_on_a_mesh(call, message):
         body = lambda x: jax.lax.psum(local(x + jax.lax.psum(x, "x")), "x")  # noqa: E731
         f = jax.jit(jax.shard_map(body, in_specs=P("x"), out_specs=P()))
         assert_trees_equal(f(x), np.full(1, np.nan, np.float32))
-    with pytest.raises(Exception) as info:
+    with pytest.raises(EqxTorchError, match=re.escape(message)):
         check_errors()
-    assert message in str(info.value)
     nested.behaves = True
     with jax.set_mesh(mesh):
         assert_trees_equal(f(x), np.float32([2 * (8 + 1) * X.sum()]))
