@@ -56,13 +56,18 @@ def plan(name: str, arrays: Sequence[Any], out_specs: Any) -> Plan | None:
 
 
 def shard_map(plan: Plan, body: Callable[..., Any], out_specs: Any, arrays: Sequence[Any]) -> Any:
-    """Calls `body` on the shards of `arrays`."""
+    """Calls `body` on the shards of `arrays`.
+
+    Where all axes are explicit, those that are not in use become manual too: where only some axes
+    are manual, XLA's compiler for CPUs aborts the process at sums of bfloat16 arrays over them.
+    """
+    all_explicit = explicit_axes(plan.mesh) == set(plan.mesh.axis_names)
     mapped = jax.shard_map(
         body,
         mesh=plan.mesh,
         in_specs=plan.in_specs,
         out_specs=out_specs,
-        axis_names=set(plan.axes),
+        axis_names=set() if all_explicit else set(plan.axes),  # to JAX the empty set means all
     )
     return mapped(*arrays)
 

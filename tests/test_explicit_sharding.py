@@ -73,6 +73,20 @@ def test_functional_call_on_eight_devices(getkey):
         assert collectives(jax.grad(loss), replicated, sharded) == {"all-reduce"}
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_gradients_over_one_of_two_axes(getkey, dtype):
+    """XLA's compiler for CPUs may abort at a sum over some axes of those of the mesh."""
+    w, x = random_array(getkey, (3,), dtype), random_array(getkey, (8, 3), dtype)
+    mesh = explicit_mesh(2, 4)
+    with jax.set_mesh(mesh):
+        f = torch2jax(lambda w, x: (w * x).sin(), out_specs=P("y"))
+        loss = lambda w, x: (f(w, x) ** 2).astype("float32").sum()  # noqa: E731
+        grads = jax.jit(jax.grad(loss, (0, 1)))(put(w, mesh), put(x, mesh, "y"))
+    in_jax = lambda w, x: (jnp.sin(w * x) ** 2).astype("float32").sum()  # noqa: E731
+    tolerance = 4 * float(jnp.finfo(dtype).eps)
+    assert_trees_equal(grads, jax.grad(in_jax, (0, 1))(w, x), rtol=tolerance, atol=tolerance)
+
+
 def test_example_arguments_of_torch(getkey):
     mesh = explicit_mesh(8)
     with jax.set_mesh(mesh):

@@ -1,5 +1,7 @@
 """Forward mode."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -142,3 +144,58 @@ def test_linear_transpose_in_one_of_two_arguments(getkey):
     a, u = jax.random.normal(getkey(), (3, 4)), jax.random.normal(getkey(), (3,))
     transposed = jax.linear_transpose(lambda x: f(a, x), jax.ShapeDtypeStruct((4,), "float32"))
     assert_trees_equal(jax.jit(transposed)(u), (jnp.sin(a).T @ u,))
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
+@pytest.mark.parametrize("batched", [False, True])
+def test_derivatives_of_forward_rules_that_torch_cannot_differentiate(getkey, name, batched):
+    """torch's rules for the tangents of these write to what the derivative of the rule needs."""
+    x, t, u = (jax.random.normal(getkey(), (2, 3) if batched else (3,)) for _ in range(3))
+
+    def derivatives(f, x, t, u):
+        tangent = lambda x: jax.jvp(f, (x,), (t,))[1]  # noqa: E731
+        return tangent(x), jax.jvp(tangent, (x,), (u,)), jax.grad(scalar(tangent))(x)
+
+    functions = torch2jax(lambda x: getattr(x, name)(-1)), getattr(jax.nn, name)
+    for transform in (jax.vmap,) if batched else (lambda f: f, jax.jit):
+        actual, expected = (
+            transform(functools.partial(derivatives, f))(x, t, u) for f in functions
+        )
+        assert_trees_equal(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+class Refuses(torch.autograd.Function):
+    """Neither of its derivatives has one."""
+
+    @staticmethod
+    def forward(x):
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * x.cos()
+
+    @staticmethod
+    def jvp(ctx, t):
+        (x,) = ctx.saved_tensors
+        y = x.cos().exp()
+        z = y * t
+        y.mul_(2)
+        return z * (x.cos() / y * 2)
+
+
+def test_forward_mode_survives_a_derivative_that_is_refused():
+    x = jnp.arange(3.0)
+    f = torch2jax(lambda x: Refuses.apply(x))
+    tangent = lambda f: lambda x: jax.jvp(f, (x,), (jnp.ones(3),))[1]  # noqa: E731
+    assert_trees_equal(tangent(f)(x), jnp.cos(x))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="modified by an inplace operation"):
+        jax.block_until_ready(jax.grad(scalar(tangent(f)))(x))
+    assert_trees_equal(tangent(f)(x), jnp.cos(x))

@@ -1,7 +1,11 @@
 """What the user drops is freed, and memory stays flat."""
 
 import gc
+import json
+import pathlib
 import resource
+import subprocess
+import sys
 import weakref
 
 import jax
@@ -11,6 +15,10 @@ import pytest
 import torch
 
 from eqx_torch import t2j, torch2jax
+
+from . import leak_workloads
+from .helpers import assert_trees_equal
+from .leak_workloads import DROPPING, WORKLOADS
 
 
 USES = {
@@ -63,17 +71,64 @@ def test_control_flow_outside_of_jit_is_kept_by_jax_until_its_caches_are_cleared
     assert alive() is None
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.slow)])
-def test_wrapping_again_and_again_leaves_nothing(count):
-    x = jnp.ones(3)
-    alive = []
-    for _ in range(count):
-        payload = Payload()
-        alive.append(weakref.ref(payload))
-        jax.jit(torch2jax(payload))(x)
-    del payload
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_compiled_programs_of_dropped_functions_are_freed(use):
+    client = jax.devices()[0].client
+    use(torch2jax(torch.sin), jnp.ones(3))  # compiles what JAX itself needs for this
     gc.collect()
-    assert not [ref for ref in alive if ref() is not None]
+    before = len(client.live_executables())
+    jax.block_until_ready(use(torch2jax(torch.sin), jnp.ones(3)))
+    gc.collect()
+    assert len(client.live_executables()) == before
+
+
+def test_clear_caches_frees_the_graphs_of_pullbacks_that_are_still_held():
+    seen = []
+
+    def f(x):
+        y = x.exp()
+        seen.append(weakref.ref(y))
+        return y.sin()
+
+    x = jnp.arange(3.0)
+    g = torch2jax(f, output_shapes=lambda x: x)
+    _, pullback = jax.vjp(g, x)
+    seen.clear()  # of the probe of writes
+    _, pullback = jax.vjp(g, x)
+    (kept,) = seen
+    assert kept() is not None
+    jax.clear_caches()
+    gc.collect()
+    assert kept() is None
+    assert_trees_equal(pullback(x), jax.vjp(lambda x: jnp.sin(jnp.exp(x)), x)[1](x))
+
+
+SHORT = {name: 16 if name in DROPPING else 400 for name in WORKLOADS}
+LONG = {name: 1000 if name in DROPPING else 20_000 for name in WORKLOADS}
+LONG |= {"compilations": 1000, "dropped pullbacks": 10_000}
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [SHORT, *(pytest.param({name: LONG[name]}, marks=pytest.mark.slow) for name in LONG)],
+    ids=["short", *LONG],
+)
+def test_memory_of_a_long_process_is_flat(counts):
+    """One buffer lost a call would be 12 MiB in the short run, and one object 20 in the long."""
+    run = subprocess.run(
+        [sys.executable, "-m", leak_workloads.__name__, json.dumps(counts)],
+        cwd=pathlib.Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert run.returncode == 0, run.stderr
+    reports = [json.loads(line) for line in run.stdout.splitlines()]
+    assert [report["name"] for report in reports] == list(counts)
+    print(run.stdout)
+    for report in reports:
+        assert report["alive"] == 0, report
+        assert report["MiB"] < 8, report
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)

@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 import torch
@@ -135,6 +136,46 @@ def test_gradients_with_state_as_aux(x):
         grads.params, {n: p.grad for n, p in module.named_parameters()}, rtol=1e-4, atol=1e-5
     )
     assert_trees_equal(buffers(model, state), torch_buffers(module))
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda: torch.nn.BatchNorm1d(3),
+        lambda: torch.nn.InstanceNorm1d(4, track_running_stats=True),
+        lambda: torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(3, 3)),
+    ],
+    ids=["batch", "instance", "spectral"],
+)
+@pytest.mark.parametrize("transform", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
+def test_gradients_of_two_calls_that_pass_on_the_state(norm, transform, getkey):
+    """torch's own statistics are constants to its autograd, whatever they were computed from."""
+    network = torch.nn.Sequential(torch.nn.Linear(3, 3), norm())
+    x = jax.random.normal(getkey(), (4, 3))
+    model, state = eqx.nn.make_with_state(from_torch)(network)
+
+    @transform
+    @eqx.filter_grad
+    def gradient(model, state):
+        y, state = model(x, state=state)
+        z, state = model(jnp.sin(3 * x), state=state)
+        return (y * z * z).sum()
+
+    grads = gradient(model, state).params
+    tensor = torch.from_numpy(np.array(x))
+    y, z = network(tensor), network((3 * tensor).sin())
+    (y * z * z).sum().backward()
+    expected = {name: p.grad for name, p in network.named_parameters()}
+    assert_trees_equal(grads, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_in_evaluation_without_a_state(getkey):
+    network = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)).eval()
+    x = jax.random.normal(getkey(), (4, 3))
+    grads = eqx.filter_grad(lambda model: (model(x) ** 3).sum())(from_torch(network))
+    network(torch.from_numpy(np.array(x))).pow(3).sum().backward()
+    expected = {name: p.grad for name, p in network.named_parameters()}
+    assert_trees_equal(grads.params, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_state_of_each_member_of_a_batch(x):

@@ -24,7 +24,7 @@ def deliver_again() -> None:
 
 
 def _interrupt_outside() -> None:
-    main = threading.main_thread().ident
+    main = threading.main_thread().ident or 0
     deadline = time.monotonic() + _PATIENCE
     # A program that goes from one torch call to the next may never be seen outside of one. If it is
     # interrupted inside, this begins anew.

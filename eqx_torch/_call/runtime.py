@@ -11,10 +11,11 @@ from typing import Any
 from .._ambient import Ambient, in_neutral_thread
 from .._compat import from_dlpack
 from .._program import Lock, Program, write_error
+from .._timeline import ACTIVE, Span
 from .debug import debugged, debugging
 from .failures import Callback, Failure, FAILURES, poisoning
 from .interrupts import deliver_again
-from .streams import on_stream
+from .streams import XLA_STREAMS
 
 
 def callback(program: Program, platform: str, devices: int) -> Callback:
@@ -34,7 +35,9 @@ def callback(program: Program, platform: str, devices: int) -> Callback:
         run = _locked(run, lock)
     if devices > 1:
         run = poisoning(program, run, platform, devices)
-    return run if platform == "cpu" else _on_stream(run)
+    if platform == "cpu":
+        return run
+    return _on_stream(run, settled=lock is not None and devices > 1)
 
 
 def _locked(run: Callback, lock: Lock) -> Callback:
@@ -45,9 +48,9 @@ def _locked(run: Callback, lock: Lock) -> Callback:
     return run_locked
 
 
-def _on_stream(run: Callback) -> Callback:
+def _on_stream(run: Callback, settled: bool) -> Callback:
     def run_on_stream(context: Any, *buffers: Any) -> tuple[()]:
-        with on_stream(context):
+        with XLA_STREAMS.entered(context, buffers, settled):
             return run(context, *buffers)
 
     return run_on_stream
@@ -81,15 +84,20 @@ def _evaluator(program: Program, pending: Sequence[Failure]) -> Callback:
 
     run_in_neutral = run_and_release if function.borrows else run
 
+    def run_recorded(buffers: Sequence[Any]) -> tuple[()]:
+        with Span(program, buffers[0]):
+            return run_in_neutral(buffers)
+
     def run_in_thread(context: Any, *buffers: Any) -> tuple[()]:
         del context
         if pending:
             FAILURES.raise_in_callback()
+        task = run_recorded if ACTIVE else run_in_neutral
         try:
             if in_neutral_thread():
-                return run_in_neutral(buffers)
+                return task(buffers)
             with Ambient.neutral():
-                return run_in_neutral(buffers)
+                return task(buffers)
         except KeyboardInterrupt:
             deliver_again()
             raise

@@ -118,11 +118,15 @@ class Core:
             self.examples and self.examples.key(),
         )
 
+    @functools.cached_property
+    def statistics(self) -> frozenset[str]:
+        """The buffers that torch's own layers change."""
+        return frozenset(changing_buffers(self.blueprint.module))
+
     def keeps_state(self, inference: bool) -> bool:
         """Whether a call in this mode leaves the state as it is: statistics are only read."""
-        statistics = changing_buffers(self.blueprint.module)
         own = self.blueprint.names.state
-        return statistics.issuperset(own) and not self.blueprint.changing(inference)
+        return self.statistics.issuperset(own) and not self.blueprint.changing(inference)
 
     def __eq__(self, other: object) -> bool:
         if self is other:

@@ -15,6 +15,7 @@ import torch
 
 from .._errors import ModuleError
 from .._program import Compiled, Kept, Lock, Residuals, Site, Tensors, TorchFunction, VmapMethod
+from .._trees import flatten
 from .._watch import Draws, untouched, Watch
 from .blueprint import Blueprint, Skeleton
 from .rng import SEEDING
@@ -81,19 +82,25 @@ class ModuleFunction(TorchFunction):
         seed, mode = site.statics[state : state + 2]
         assert mode is not None
         seeded, inference, rest = seed is None, mode.value, site.rest(4)
+        keeping = True
 
         def call(arrays: Tensors, functional: bool) -> Any:
+            nonlocal keeping
             pool = self.blueprint.pool(arrays[0].device if arrays else _CPU)
             skeleton = pool.borrow()
             skeleton.set_mode(inference)
             args, kwargs = rest.arguments(arrays[state + seeded :])
+            skeleton.bind(arrays[:parameters], [b.clone() for b in arrays[parameters:state]])
+            self._held.items.append(skeleton.unbind)
             # Wrappers of torch.func die with the transformation, so a layer must not keep one.
-            with untouched(skeleton.module) if functional else _UNCHANGED:
-                skeleton.bind(arrays[:parameters], [b.clone() for b in arrays[parameters:state]])
-                self._held.items.append(skeleton.unbind)
+            # To look for them takes long, and one look tells whether a layer keeps anything.
+            restoring = untouched(skeleton.module) if functional and keeping else None
+            with restoring or _UNCHANGED:
                 with self._seeding(arrays[state]) if seeded else self._unseeded(inference):
                     result = self._run(skeleton, args, kwargs)
                 new_state = skeleton.state()
+            if restoring is not None:
+                keeping = restoring.changed
             changed = skeleton.changed_constants()
             if changed:
                 raise ModuleError(self._changed_constants(changed))
@@ -144,6 +151,7 @@ class ModuleFunction(TorchFunction):
         def run(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             parameters, state, _, inference, *rest = args
             skeleton.set_mode(inference)
+            skeleton.place_constants(_device(args, kwargs))
             skeleton.bind(parameters, state)
             _LayerNames(skeleton.module, watch)
             result = self._run(skeleton, rest, kwargs)
@@ -254,3 +262,9 @@ class _LayerNames:
 def _end(items: list[Callable[[], None]]) -> None:
     while items:
         items.pop(0)()
+
+
+def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    """The device of the first tensor."""
+    tensors = (x for x in flatten((args, kwargs))[0] if isinstance(x, torch.Tensor))
+    return next((x.device for x in tensors), _CPU)

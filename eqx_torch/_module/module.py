@@ -19,7 +19,6 @@ from .function import first, missing_key
 
 _ON_THE_MESH = "state = jax.device_put(state, jax.NamedSharding(mesh, P()))"
 
-
 _TORCH_HABITS = {
     "eval": "model = eqx.nn.inference_mode(model)",
     "train": "model = eqx.nn.inference_mode(model, value=False)",
@@ -39,11 +38,21 @@ class TorchModule(eqx.nn.StatefulLayer):
     optimisers, serialisation and sharding treat it like any Equinox module. Calling it runs the
     torch code on those parameters.
 
-    Attributes:
-        params: the parameters by torch's names; one that has several names stands under the first.
-        buffers: the initial values of the buffers that the forward changes, which then live in
-            `equinox.nn.State`; None if there are none.
-        inference: whether all layers are in evaluation mode; set by `equinox.nn.inference_mode`.
+    **Attributes:**
+
+    - `params`: the parameters by torch's names, in torch's shapes; one that has several names
+        stands under the first.
+    - `buffers`: the initial values of the buffers that the forward changes, which then live in
+        `equinox.nn.State`; None if there are none.
+    - `inference`: whether all layers are in evaluation mode; set by `equinox.nn.inference_mode`.
+
+    !!! example
+
+        >>> import jax, torch
+        >>> from eqx_torch import from_torch
+        >>> model = from_torch(torch.nn.Linear(3, 2))
+        >>> jax.tree.map(lambda a: a.shape, model.params)
+        {'bias': (2,), 'weight': (2, 3)}
     """
 
     params: dict[str, jax.Array]
@@ -85,6 +94,16 @@ class TorchModule(eqx.nn.StatefulLayer):
 
         `ModuleError` if the forward draws random numbers and `key` is missing, or changes buffers
         and `state` is missing; and what `torch2jax` raises.
+
+        !!! example
+
+            >>> import equinox as eqx, jax, jax.numpy as jnp, torch
+            >>> from eqx_torch import from_torch
+            >>> network = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.5))
+            >>> model, state = eqx.nn.make_with_state(from_torch)(network)
+            >>> y, state = model(jnp.ones((8, 3)), state=state, key=jax.random.key(0))
+            >>> y.shape
+            (8, 3)
         """
         own = _Own(self.core, kwargs)
         buffers = self._buffers_for(own.state)
@@ -102,19 +121,31 @@ class TorchModule(eqx.nn.StatefulLayer):
         raise AttributeError(f"a TorchModule has no attribute `{name}`.{remedy}")
 
     def is_stateful(self) -> bool:
-        """Whether the forward changes buffers, so that calls take and return a state."""
+        """Whether the forward changes buffers, so that calls take and return a state.
+
+        **Returns:**
+
+        A bool.
+
+        !!! example
+
+            >>> import torch
+            >>> from eqx_torch import from_torch
+            >>> from_torch(torch.nn.Linear(3, 2)).is_stateful()
+            False
+        """
         return self.buffers is not None
 
     def _buffers_for(self, state: eqx.nn.State | None) -> dict[str, jax.Array]:
         if self.buffers is None:
             return {}
         if state is not None:
-            return _own_buffers(self.core, self.buffers, state)
+            return _without_derivatives(self.core, _own_buffers(self.core, self.buffers, state))
         changing = self.core.blueprint.changing(self.inference)
         init = self.buffers.init
         if changing or not isinstance(init, dict):
             raise ModuleError(_missing_state(self.core, changing))
-        return init
+        return _without_derivatives(self.core, init)
 
 
 class _Own:
@@ -236,6 +267,15 @@ def _own_buffers(core: Core, index: eqx.nn.StateIndex, state: eqx.nn.State) -> d
             "`model, state = eqx.nn.make_with_state(from_torch)(module)`, or that it returned."
         )
     return buffers
+
+
+def _without_derivatives(core: Core, buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The buffers, the statistics of torch's own layers as the constants that torch takes them for.
+
+    To JAX they depend on what an earlier call was given, or are leaves of the model.
+    """
+    traced = [n for n in core.statistics & set(buffers) if isinstance(buffers[n], jax.core.Tracer)]
+    return buffers | {n: jax.lax.stop_gradient(buffers[n]) for n in traced}
 
 
 def _inference(module: TorchModule) -> bool:

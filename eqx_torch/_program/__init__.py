@@ -1,5 +1,6 @@
 from .base import (
     Indices as Indices,
+    Kind as Kind,
     Program as Program,
     Spec as Spec,
     Tensors as Tensors,

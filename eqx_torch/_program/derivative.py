@@ -3,11 +3,13 @@
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 
 from .._compat import cached_weakly
-from .base import Derivative, Indices, pick, Program, Spec, Tensors
+from .._errors import EqxTorchError
+from .base import Derivative, Indices, Kind, pick, Program, Spec, Tensors
 from .forward import (
     double_backward,
     dual_numbers,
@@ -40,6 +42,10 @@ class Jvp(Derivative):
     def name(self) -> str:
         return f"jvp({self.inner.name})"
 
+    @property
+    def kind(self) -> Kind:
+        return "tangent"
+
     def broadcast(self, size: int, shared: Indices) -> Program:
         return Jvp(self.inner.broadcast(size, ()), self.wrt, self.of)
 
@@ -65,7 +71,7 @@ class Jvp(Derivative):
                 out = dual_numbers(self, primals, tangents)
                 forward_mode[self] = True
                 return out
-        out = double_backward(self, primals, tangents)
+        out = _through_forward_mode(self, lambda: double_backward(self, primals, tangents))
         forward_mode[self] = False
         return out
 
@@ -91,6 +97,10 @@ class Vjp(Derivative):
     def name(self) -> str:
         return f"vjp({self.inner.name})"
 
+    @property
+    def kind(self) -> Kind:
+        return "backward"
+
     def broadcast(self, size: int, shared: Indices) -> Program:
         return Vjp(self.inner.broadcast(size, ()), self.wrt, self.of)
 
@@ -112,13 +122,20 @@ class Vjp(Derivative):
             cotangents = [_conj(u) for u in cotangents]
         results = self._replay(inputs, cotangents) if self.taped and not functional else None
         if results is None:
-            pull = functional_pullback if functional else pullback
-            results = pull(self, primals, cotangents)
+            results = self._recomputed(primals, cotangents, functional)
         return [_conj(r) for r in results] if self._complex else results
 
     @functools.cached_property
     def _complex(self) -> bool:
         return any(spec.dtype.kind == "c" for spec in (*self.ins, *self.outs))
+
+    def _recomputed(
+        self, primals: Tensors, cotangents: Tensors, functional: bool
+    ) -> list[torch.Tensor]:
+        """The cotangents by a new forward."""
+        if functional:
+            return functional_pullback(self, primals, cotangents)
+        return _through_forward_mode(self, lambda: pullback(self, primals, cotangents))
 
     def _replay(self, inputs: Tensors, cotangents: Tensors) -> list[torch.Tensor] | None:
         """The cotangents by the recorded graph, None if there is none to use."""
@@ -149,6 +166,30 @@ def _drop(jvp: Jvp, inputs: Tensors) -> None:
     tape = _taken(jvp, inputs)
     if tape is not None:
         tape.kept.release()
+
+
+def _through_forward_mode(
+    program: Derivative, differentiate: Callable[[], list[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """A derivative of what may itself be computed in forward mode.
+
+    torch cannot differentiate all of its rules for dual numbers: that of softmax writes to a tensor
+    which its own derivative needs. Then the double backward trick takes their place.
+    """
+    forward_mode = program.leaf.function.findings.forward_mode
+    # Asked before, since another thread may have found the same meanwhile.
+    dual = [p for p in program.inner.forward if forward_mode.get(p, True)]
+    try:
+        return differentiate()
+    except (RuntimeError, EqxTorchError):
+        if not dual:
+            raise
+        forward_mode.update(dict.fromkeys(dual, False))
+        with contextlib.suppress(Exception):
+            return differentiate()
+        for p in dual:
+            forward_mode.pop(p, None)
+        raise
 
 
 def _conj(x: torch.Tensor) -> torch.Tensor:

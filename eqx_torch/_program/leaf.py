@@ -16,8 +16,9 @@ import torch
 from .._compat import cached_weakly
 from .._dtypes import dtype_j2t
 from .._errors import EqxTorchError, InputError, OutputError, ShapeError
-from .._trees import as_declared, flatten, leaf_paths, Structure
+from .._trees import flatten, leaf_paths, Structure
 from .base import Indices, Program, Spec, Tensors
+from .declared import as_declared
 from .function import TorchFunction, Writes
 from .site import Site
 
