@@ -1,6 +1,12 @@
+from ._versions import warn_of_unsupported as _warn_of_unsupported
+
+
+_warn_of_unsupported()  # before anything is imported that another version may not have
+
 from torch import Size as Size
 
-from ._arrays import j2t as j2t, t2j as t2j, tree_j2t as tree_j2t, tree_t2j as tree_t2j
+from ._array_trees import tree_j2t as tree_j2t, tree_t2j as tree_t2j
+from ._arrays import j2t as j2t, t2j as t2j
 from ._dtypes import dtype_j2t as dtype_j2t, dtype_t2j as dtype_t2j
 from ._errors import (
     AnnotationError as AnnotationError,
@@ -25,6 +31,7 @@ from ._module import (
     TorchModule as TorchModule,
     trainable as trainable,
 )
+from ._timeline import Timeline as Timeline, timeline as timeline
 
 
 __version__ = "0.1.0"

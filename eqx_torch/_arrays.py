@@ -1,4 +1,4 @@
-"""One array, or a tree of them, from one library to the other.
+"""One array from one library to the other.
 
 Both directions hand over the memory itself (DLPack) whenever the two libraries can agree on what it
 holds, and copy otherwise. Shared memory has one owner more, not a new owner: it is freed when the
@@ -11,18 +11,16 @@ they were not compiled for, so an array whose layout depends on where its values
 more than the copy.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, get_args, Literal, TypeAlias
+from typing import get_args, Literal, TypeAlias
 
 import jax
 import numpy as np
 import torch
 from jax.core import Tracer
-from jaxtyping import PyTree
 
 from ._dtypes import canonical_dtype, dtype_j2t
-from ._errors import ConversionError, EqxTorchError
+from ._errors import ConversionError
 
 
 Via: TypeAlias = Literal["dlpack", "cpu", "host"]
@@ -44,9 +42,9 @@ def t2j(tensor: torch.Tensor, via: Via = "dlpack") -> jax.Array:
 
     **Returns:**
 
-    A `jax.Array` of the same shape, committed to the tensor's device. Its dtype is
-    `canonical_dtype(tensor.dtype)`. With x64 off, 64-bit values are therefore converted as
-    `jnp.asarray` converts a NumPy array: floats are rounded, integers wrap around.
+    A `jax.Array` of the same shape and dtype, committed to the tensor's device. While JAX's x64
+    mode is off, 64-bit values become 32-bit ones as `jnp.asarray` converts a NumPy array: floats
+    are rounded, integers wrap around.
 
     **Raises:**
 
@@ -117,70 +115,6 @@ def j2t(array: jax.typing.ArrayLike, via: Via = "dlpack") -> torch.Tensor:
     raise ConversionError(
         f"j2t expected a JAX array, a NumPy array or a number, got {_type_name(array)}."
     )
-
-
-def tree_t2j(tree: PyTree, via: Via = "dlpack") -> PyTree:
-    """A copy of a pytree with every torch tensor in it converted by `t2j`.
-
-    **Arguments:**
-
-    - `tree`: any JAX pytree, such as nested dictionaries and tuples.
-    - `via`: as in `t2j`.
-
-    **Returns:**
-
-    A tree of the same structure. Leaves that are not torch tensors are left as they are.
-
-    **Raises:**
-
-    As `t2j`; a note on the exception says which leaf it was.
-
-    !!! example
-
-        >>> import torch
-        >>> tree_t2j({"weight": torch.ones(2), "name": "linear"})
-        {'name': 'linear', 'weight': Array([1., 1.], dtype=float32)}
-    """
-    return _convert_leaves(lambda leaf: t2j(leaf, via), torch.Tensor, tree)
-
-
-def tree_j2t(tree: PyTree, via: Via = "dlpack") -> PyTree:
-    """A copy of a pytree with every JAX array in it converted by `j2t`.
-
-    **Arguments:**
-
-    - `tree`: any JAX pytree, Equinox modules included.
-    - `via`: as in `j2t`.
-
-    **Returns:**
-
-    A tree of the same structure. Leaves that are not JAX arrays are left as they are: NumPy arrays
-    and numbers too.
-
-    **Raises:**
-
-    As `j2t`; a note on the exception says which leaf it was.
-
-    !!! example
-
-        >>> import jax.numpy as jnp
-        >>> tree_j2t((jnp.ones(2), 3))
-        (tensor([1., 1.]), 3)
-    """
-    return _convert_leaves(lambda leaf: j2t(leaf, via), jax.Array, tree)
-
-
-def _convert_leaves(convert: Callable[[Any], Any], leaf_type: type, tree: PyTree) -> PyTree:
-    def convert_leaf(path, leaf):
-        if not isinstance(leaf, leaf_type):
-            return leaf
-        try:
-            return convert(leaf)
-        except EqxTorchError as error:
-            error.add_note(f"The leaf is at tree{jax.tree_util.keystr(path)}.")
-            raise
-
-    return jax.tree.map_with_path(convert_leaf, tree)
 
 
 def _share_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> jax.Array:

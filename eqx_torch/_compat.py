@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import jax
 import jax.core
 import numpy as np
+import torch
 from jax._src.util import (
     # How JAX's own caches are emptied by `jax.clear_caches()`; recorded graphs are one more.
     register_cache,
@@ -18,7 +19,8 @@ from jax._src.util import (
     # keep the torch functions and modules alive that the user has dropped.
     weakref_cache_key_types as _weakly_cached_types,
 )
-from jax.interpreters import mlir
+from jax.extend.core import Primitive
+from jax.interpreters import mlir, partial_eval
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from torch._C import (
     # `torch.from_dlpack` takes a capsule too, but is a Python function: 0.5 us more for each array.
@@ -32,9 +34,21 @@ from torch._C import (
     _set_fwd_grad_enabled as set_forward_grad_enabled,
     _set_grad_enabled as set_grad_enabled,
 )
+from torch._functorch.vmap import (
+    # `torch.func.vmap` is these and trees of arguments, which cost it more than a small function.
+    _add_batch_dim,
+    _remove_batch_dim,
+    lazy_load_decompositions,
+    vmap_increment_nesting,
+)
 from torch._subclasses.fake_tensor import (
     # Tensors without memory have no public constructor; `torch.compile` uses these.
     FakeTensorMode as FakeTensorMode,
+)
+from torch.autograd.graph import (
+    # What `torch.autograd.grad` calls when it has checked its arguments, which here are right by
+    # construction; to check them takes as long as the backward of a small layer.
+    _engine_run_backward,
 )
 from torch.utils._python_dispatch import (
     # Copies of real storages are taken in the middle of a run on fake tensors.
@@ -95,6 +109,52 @@ def on_clear_caches(clear: Callable[[], None]) -> None:
     register_cache(cache, "eqx_torch")
 
 
+def run_backward(
+    outputs: tuple[Any, ...],
+    cotangents: tuple[torch.Tensor, ...],
+    inputs: tuple[torch.Tensor, ...],
+    create_graph: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad`; None for inputs that the outputs do not depend on."""
+    return _engine_run_backward(
+        outputs,
+        cotangents,
+        create_graph,  # whether the graph is kept too
+        create_graph,
+        inputs,
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+
+
+def batched(
+    function: Callable[..., Sequence[torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    in_axes: Sequence[int | None],
+    out_axes: Sequence[int],
+    size: int,
+    randomness: str,
+) -> list[torch.Tensor]:
+    """`torch.func.vmap` of a function of tensors that returns several."""
+    lazy_load_decompositions()
+    with vmap_increment_nesting(size, randomness) as level:
+        pairs = zip(inputs, in_axes, strict=True)
+        members = [x if axis is None else _add_batch_dim(x, axis, level) for x, axis in pairs]
+        outs = zip(function(*members), out_axes, strict=True)
+        return [_remove_batch_dim(y, level, size, axis) for y, axis in outs]
+
+
+def register_dce(
+    primitive: Primitive, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]
+) -> None:
+    """Registers what to do where only some of a primitive's results are used.
+
+    `rule` takes which are used and the equation, as JAX passed them before 0.12. Since then JAX
+    puts between them which inputs are live references; a torch call takes no references.
+    """
+    partial_eval.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])
+
+
 def callback_target(platform: str) -> str | None:
     """The custom call that runs a Python callback on buffers, None where there is none."""
     return _CALLBACK_TARGETS.get(platform)
@@ -105,11 +165,29 @@ def lower_callback(
     target: str,
     callback: Callable[..., tuple[()]],
     operands: Sequence[Any],
+    name: str,
 ) -> Sequence[Any]:
-    """Emits a custom call that passes its operand and result buffers to `callback`."""
+    """Emits a custom call that passes its operand and result buffers to `callback`.
+
+    XLA calls the operation `name`, in programs as in profiles.
+    """
     ctx.module_context.add_host_callback(callback)
     index = len(ctx.module_context.host_callbacks) - 1
-    return jax.ffi.ffi_lowering(target)(ctx, *operands, index=np.uint64(index))
+    with _location(ctx, name):
+        return jax.ffi.ffi_lowering(target)(ctx, *operands, index=np.uint64(index))
+
+
+def _location(ctx: mlir.LoweringRuleContext, name: str) -> mlir.ir.Location:
+    """The location in force, with `name` where JAX has put that of the primitive.
+
+    It is as JAX builds it: the operation's type, within it its path, within that the source lines.
+    """
+    lines: Any = mlir.ir.Location.current
+    while isinstance(lines, mlir.ir.NameLoc):
+        lines = lines.child_loc
+    stack = str(ctx.name_stack)
+    path = mlir.ir.Location.name(f"{stack}/{name}" if stack else name, childLoc=lines)
+    return mlir.ir.Location.name(f"{name}:", childLoc=path)
 
 
 def varying_axes(aval: Any) -> frozenset[str]:

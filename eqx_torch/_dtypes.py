@@ -69,7 +69,7 @@ def dtype_t2j(dtype: torch.dtype | DTypeLike) -> np.dtype:
 
     **Returns:**
 
-    The `numpy.dtype` of the same name, whether or not x64 is on (see `canonical_dtype`).
+    The `numpy.dtype` of the same name, whether or not JAX's x64 mode is on.
 
     **Raises:**
 

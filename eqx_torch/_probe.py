@@ -102,7 +102,8 @@ def _filled(spec: Spec, restored: torch.dtype | None, fill: int) -> torch.Tensor
 
 
 def _device() -> torch.device:
-    return torch.device("cuda" if jax.default_backend() == "gpu" else "cpu")
+    on_gpu = jax.default_backend() == "gpu" and torch.cuda.is_available()
+    return torch.device("cuda" if on_gpu else "cpu")
 
 
 @contextlib.contextmanager

@@ -141,10 +141,26 @@ class Structure:
         ]
         return jtu.tree_unflatten(self.treedef, nodes)
 
-    def leaves_of(self, tree: Any) -> list[Any] | None:
+    def rest(self, count: int) -> "Structure":
+        """Of `(args, kwargs)`, the structure without the first `count` of `args`."""
+        args, kwargs = self.treedef.children()
+        kept = jtu.treedef_tuple(args.children()[count:])
+        treedef = jtu.treedef_tuple((kept, kwargs))
+        foreign = self.foreign and self.foreign[self.treedef.num_leaves - treedef.num_leaves :]
+        return Structure(treedef, foreign if foreign and any(foreign) else None)
+
+    def leaves_of(self, tree: Any) -> Sequence[Any] | None:
         """The leaves of a tree of this structure, if that is quickly seen; None says nothing."""
+        if type(tree) is tuple and len(tree) == self._flat:
+            return tree if all(map(_is_tensor, tree)) else None
         leaves: list[Any] = [None] * self.num_leaves
         return leaves if _filled(leaves, self._template, tree) else None
+
+    @functools.cached_property
+    def _flat(self) -> int:
+        """The length of a tuple of leaves, -1 if the structure is another one."""
+        plain = flatten((0,) * self.num_leaves)[1]
+        return self.num_leaves if self == plain else -1
 
     @functools.cached_property
     def _template(self) -> Any:
@@ -170,6 +186,10 @@ def _filled(leaves: list[Any], template: Any, tree: Any) -> bool:
             _filled(leaves, template[key], tree[key]) for key in template
         )
     return False
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
 
 
 class _Star:
@@ -238,27 +258,6 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Applies `fn` to each leaf of a tree."""
     leaves, structure = flatten(tree)
     return structure.unflatten(map(fn, leaves))
-
-
-def as_declared(tree: Any, structure: Structure) -> Any:
-    """The tree with plain containers where its structure was declared by plain ones.
-
-    `tuple[...]` is what one writes for the named tuples of `torch.topk` and its like, and a typed
-    dictionary for an `OrderedDict`.
-    """
-    return _like(structure.unflatten(range(structure.num_leaves)), tree)
-
-
-def _like(declared: Any, value: Any) -> Any:
-    if isinstance(declared, tuple) and isinstance(value, tuple) and len(declared) == len(value):
-        items = tuple(map(_like, declared, value))
-        named = hasattr(declared, "_fields") and type(declared) is type(value)
-        return type(declared)(*items) if named else items if type(declared) is tuple else value
-    if type(declared) is list and type(value) is list and len(declared) == len(value):
-        return list(map(_like, declared, value))
-    if type(declared) is dict and isinstance(value, Mapping) and declared.keys() == value.keys():
-        return {name: _like(declared[name], value[name]) for name in declared}
-    return value
 
 
 def leaf_paths(structure: Structure) -> list[str]:

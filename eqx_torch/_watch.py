@@ -125,24 +125,35 @@ class Draws(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def untouched(root: Any) -> Iterator[None]:
+class untouched(contextlib.AbstractContextManager["untouched"]):  # noqa: N801
     """Restores, on leaving, what Python objects that `root` can reach keep between calls.
 
     Args:
         root: a function, method, partial, module, callable object or container of these.
+
+    Attributes:
+        changed: after leaving, whether anything had to be restored.
     """
-    restorers = _restorers(root)
-    try:
-        yield
-    finally:
-        for restore in restorers:
-            restore()
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self.changed = False
+
+    def __enter__(self) -> "untouched":
+        self._restorers = _restorers(self._root)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        restored = [restore() for restore in self._restorers]
+        self.changed = any(restored)
 
 
-def _restorers(root: Any) -> list[Callable[[], None]]:
-    """One for each place reachable from `root` where a call may keep something."""
-    found: list[Callable[[], None]] = []
+def _restorers(root: Any) -> list[Callable[[], bool]]:
+    """One for each place reachable from `root` where a call may keep something.
+
+    Each returns whether the call has.
+    """
+    found: list[Callable[[], bool]] = []
     seen: set[int] = set()
     pending = [root]
     while pending:
@@ -152,11 +163,11 @@ def _restorers(root: Any) -> list[Callable[[], None]]:
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
             if item.is_leaf and item.requires_grad:
-                found.append(functools.partial(setattr, item, "grad", item.grad))
+                found.append(functools.partial(_put_back, item, "grad", item.grad))
         elif isinstance(item, dict | list | set):
             found.append(functools.partial(_refill, item, item.copy()))
         elif isinstance(item, types.CellType):
-            found.append(functools.partial(setattr, item, "cell_contents", item.cell_contents))
+            found.append(functools.partial(_put_back, item, "cell_contents", item.cell_contents))
         elif isinstance(item, types.FunctionType):
             names = {n: item.__globals__[n] for n in _globals_of(item.__code__, item.__globals__)}
             found.append(functools.partial(_rebind, item.__globals__, names))
@@ -207,10 +218,19 @@ def _is_filled(cell: types.CellType) -> bool:
         return False
 
 
-def _refill(container: Any, contents: Any) -> None:
-    if not _same_items(container, contents):
-        container.clear()
-        (container.extend if isinstance(container, list) else container.update)(contents)
+def _put_back(item: Any, name: str, value: Any) -> bool:
+    if getattr(item, name, None) is value:
+        return False
+    setattr(item, name, value)
+    return True
+
+
+def _refill(container: Any, contents: Any) -> bool:
+    if _same_items(container, contents):
+        return False
+    container.clear()
+    (container.extend if isinstance(container, list) else container.update)(contents)
+    return True
 
 
 def _same_items(x: Any, y: Any) -> bool:
@@ -221,16 +241,18 @@ def _same_items(x: Any, y: Any) -> bool:
     return len(x) == len(y) and all(a is b for a, b in zip(x, y, strict=True))
 
 
-def _rebind(scope: dict[str, Any], names: dict[str, Any]) -> None:
-    for name, value in names.items():
-        if scope.get(name) is not value:
-            scope[name] = value
+def _rebind(scope: dict[str, Any], names: dict[str, Any]) -> bool:
+    changed = {name: value for name, value in names.items() if scope.get(name) is not value}
+    scope.update(changed)
+    return bool(changed)
 
 
-def _empty_if_used(cached: Any, before: Any) -> None:
+def _empty_if_used(cached: Any, before: Any) -> bool:
     """Forgets what a cached function returned during the run; it cannot forget less than all."""
-    if cached.cache_info().misses != before.misses:
+    used = cached.cache_info().misses != before.misses
+    if used:
         cached.cache_clear()
+    return used
 
 
 def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:

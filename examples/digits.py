@@ -8,7 +8,9 @@ batches.
 
     python examples/digits.py
 
-prints one table and draws the loss curves in `examples/out/digits.png`.
+prints one table, draws the loss curves in `examples/out/digits.png`, and records the torch calls of
+a few steps: `examples/out/digits_timeline.png` shows what each device did, and
+`examples/out/digits_timeline.json` the same to https://ui.perfetto.dev.
 """
 
 import os
@@ -17,6 +19,7 @@ import os
 # JAX reads this when it is first imported.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
+import contextlib
 import copy
 import time
 from dataclasses import dataclass, field
@@ -34,11 +37,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Key
 from tqdm import tqdm
 
-from eqx_torch import from_torch
+from eqx_torch import from_torch, Timeline, timeline
 
 
 DEVICES = 4
 PICTURE = Path(__file__).parent / "out" / "digits.png"
+TIMED_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -63,11 +67,15 @@ class Digits:
 
 @dataclass
 class Record:
-    """The loss and the duration of each step, and the accuracy in the end."""
+    """The loss and the duration of each step, and the accuracy in the end.
+
+    JAX's training also has the torch calls of its last steps.
+    """
 
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     accuracy: float = 0.0
+    calls: Timeline | None = None
 
     def add(self, loss: float, start: float) -> None:
         """Notes a step that began at `start` and is done."""
@@ -145,25 +153,34 @@ def accuracy(model, state, images, labels):
     return (logits.argmax(axis=-1) == labels).mean()
 
 
-def train_with_jax(
-    network: torch.nn.Module, train: list[Digits], test: Digits, settings: Settings
-) -> Record:
-    """Trains the converted network on the devices of the mesh in force (`jax.set_mesh`)."""
+def begin(network: torch.nn.Module, settings: Settings):
+    """The optimizer and, replicated over the mesh in force, the model and what goes with it."""
     example = torch.zeros(settings.batch_size, 1, 8, 8)
     model, state = eqx.nn.make_with_state(from_torch)(network, example, out_specs=P("batch"))
     optimizer = optax.adamw(settings.learning_rate, weight_decay=settings.weight_decay)
     opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-    model, state, opt_state = eqx.filter_shard((model, state, opt_state), P())  # replicated
+    return optimizer, eqx.filter_shard((model, state, opt_state), P())
+
+
+def train_with_jax(
+    network: torch.nn.Module, train: list[Digits], test: Digits, settings: Settings
+) -> Record:
+    """Trains the converted network on the devices of the mesh in force (`jax.set_mesh`)."""
+    optimizer, (model, state, opt_state) = begin(network, settings)
     keys = jax.random.split(jax.random.key(settings.seed), len(train))
 
     record = Record()
-    for batch, key in zip(tqdm(train, desc="JAX"), keys, strict=True):
-        start = time.perf_counter()
-        images, labels = jax.device_put((batch.images, batch.labels), P("batch"))  # split
-        model, state, opt_state, loss = train_step(
-            model, state, opt_state, optimizer, images, labels, key
-        )
-        record.add(float(loss), start)
+    with contextlib.ExitStack() as stack:
+        for step, (batch, key) in enumerate(zip(tqdm(train, desc="JAX"), keys, strict=True)):
+            if step == max(0, len(train) - TIMED_STEPS):
+                record.calls = stack.enter_context(timeline())
+            start = time.perf_counter()
+            images, labels = jax.device_put((batch.images, batch.labels), P("batch"))  # split
+            model, state, opt_state, loss = train_step(
+                model, state, opt_state, optimizer, images, labels, key
+            )
+            record.add(float(loss), start)
+        jax.block_until_ready(opt_state)  # the loss is there before the gradients are
 
     images, labels = jax.device_put((test.images, test.labels), P("batch"))
     record.accuracy = float(accuracy(model, state, images, labels))
@@ -228,6 +245,13 @@ def draw(records: dict[str, Record], path: Path) -> None:
     figure.savefig(path)
 
 
+def show_calls(calls: Timeline, stem: Path) -> None:
+    """A picture of the torch calls, and a file for https://ui.perfetto.dev."""
+    calls.plot(stem.with_suffix(".png"))
+    calls.save(stem.with_suffix(".json"))
+    print(f"\n{calls}\n")
+
+
 def smoothed(losses: list[float], radius: int = 10) -> Float[np.ndarray, " steps"]:
     """The geometric mean over each step and `radius` steps on both sides, as far as there are any.
 
@@ -252,7 +276,9 @@ def main(settings: Settings) -> None:
     records = {f"JAX on {DEVICES} devices": by_jax, "torch on 1 device": by_torch}
     print_table(records)
     draw(records, PICTURE)
-    print(f"\nThe loss curves are in {PICTURE}.")
+    stem = PICTURE.with_name("digits_timeline")
+    show_calls(by_jax.calls, stem)
+    print(f"The loss curves are in {PICTURE}, the torch calls of the last steps in {stem}.png.")
 
 
 if __name__ == "__main__":

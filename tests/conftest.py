@@ -17,11 +17,32 @@ import jax
 import pytest
 import torch
 
+from eqx_torch._call import autodiff
+from eqx_torch._program import TAPES
+
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("eqx_torch", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("eqx_torch")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Gradients are the same whatever becomes of the recorded graphs; see the Makefile."""
+    parser.addoption(
+        "--tape",
+        choices=("off", "0", "1"),
+        help="records no graphs, or keeps at most so many of a program",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Applies `--tape`."""
+    tape = config.getoption("--tape")
+    if tape == "off":
+        autodiff.is_recorded = lambda program: False
+    elif tape is not None:
+        TAPES.last_limit = int(tape)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Runs the python blocks of a Markdown file, in order and in one namespace.
 
-`python -m tests.run_blocks README.md`. A traceback shows the lines of the Markdown file.
+`python -m tests.run_blocks README.md`. A traceback shows the lines of the Markdown file. A block
+that includes a file (`--8<-- "examples/digits.py"`) is left to the test of that file.
 """
 
 import re
@@ -8,12 +9,23 @@ import sys
 from pathlib import Path
 
 
-_BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_INCLUDE = re.compile(r'^--8<-- "(.*)"$', re.MULTILINE)
 
 
-def blocks(text: str) -> list[tuple[int, str]]:
-    """The line in front of each python block, and the block."""
-    return [(text[: m.start(1)].count("\n"), m[1]) for m in _BLOCK.finditer(text)]
+def blocks(text: str, language: str = "python") -> list[tuple[int, str]]:
+    """The line in front of each block of a language, and the block, without included files."""
+    fenced = re.compile(rf"^( *)```{language}\b[^\n]*\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+    found = [(text[: m.start(2)].count("\n"), _dedented(m[2], m[1])) for m in fenced.finditer(text)]
+    return [(line, block) for line, block in found if not _INCLUDE.search(block)]
+
+
+def included(text: str) -> list[str]:
+    """The files that a page includes, as it names them."""
+    return _INCLUDE.findall(text)
+
+
+def _dedented(block: str, indent: str) -> str:
+    return "".join(line.removeprefix(indent) for line in block.splitlines(keepends=True))
 
 
 def run(path: Path) -> None:

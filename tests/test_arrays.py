@@ -1,4 +1,6 @@
+import collections
 import contextlib
+import dataclasses
 import gc
 import weakref
 
@@ -9,9 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.modeling_outputs import ModelOutput
 
 import eqx_torch
 from eqx_torch import ConversionError, dtype_j2t, DtypeError, j2t, t2j, tree_j2t, tree_t2j
@@ -471,6 +475,45 @@ def test_equinox_module_as_a_tree(getkey):
     assert_trees_equal(tree_j2t(linear), linear, exact=True)
 
 
+@dataclasses.dataclass
+class Pair:
+    first: object
+    second: object
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        lambda x, y: collections.UserDict(first=x, second=[y]),  # what tokenizers return is one
+        lambda x, y: transformers.BatchEncoding({"first": x, "second": [y]}),
+        lambda x, y: ModelOutput(first=x, second=(y, "name")),
+        Pair,
+        lambda x, y: {"outer": Pair(x, collections.UserDict(inner=y))},
+    ],
+)
+def test_containers_of_torch_code_as_trees(container):
+    x, y = torch.arange(3.0), torch.ones(2, 2)
+    converted = tree_t2j(container(x, y))
+    arrays = jax.tree.leaves(eqx.filter(converted, eqx.is_array))  # JAX knows the classes
+    assert_trees_equal(arrays, [x, y], exact=True)
+    back = tree_j2t(converted)
+    assert type(back) is type(container(x, y))
+    tensors = [leaf for leaf in jax.tree.leaves(back) if isinstance(leaf, torch.Tensor)]
+    assert_trees_equal(tensors, [x, y], exact=True)
+    assert jax.tree.structure(back) == jax.tree.structure(converted)
+
+
+def test_objects_with_tensors_pass_as_trees():
+    cache = transformers.DynamicCache()
+    keys, values = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4)
+    cache.update(keys, values, 0)
+    converted = tree_t2j({"cache": cache})
+    assert_trees_equal(jax.tree.leaves(converted), [keys, values], exact=True)
+    back = tree_j2t(converted)["cache"]
+    assert isinstance(back, transformers.DynamicCache)
+    assert_trees_equal((back.layers[0].keys, back.layers[0].values), (keys, values), exact=True)
+
+
 def test_tree_errors_name_the_leaf():
     with pytest.raises(ConversionError) as raised:
         tree_t2j({"a": [torch.ones(1), torch.ones(1, device="meta")]})
@@ -478,6 +521,9 @@ def test_tree_errors_name_the_leaf():
     with pytest.raises(DtypeError) as raised:
         tree_j2t((jnp.ones(1), jax.random.key(0)))
     assert raised.value.__notes__ == ["The leaf is at tree[1]."]
+    with pytest.raises(ConversionError) as raised:
+        tree_t2j([Pair(1, collections.UserDict(a=torch.ones(1, device="meta")))])
+    assert raised.value.__notes__ == ["The leaf is at tree[0].second['a']."]
 
 
 def test_size_is_torch_size():

@@ -1,5 +1,7 @@
 """The parts of the main example, small and quick."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -78,6 +80,9 @@ def test_on_four_devices_the_loss_decreases(data):
     with mesh(4):
         record = digits.train_with_jax(digits.make_network(SMALL), batches, test, SMALL)
     assert len(record.losses) == len(record.seconds) == 10
+    calls = [(call.device, call.kind) for call in record.calls.events]
+    once = [(f"cpu:{i}", kind) for i in range(4) for kind in ("forward", "backward")]
+    assert sorted(calls) == sorted(digits.TIMED_STEPS * once)
     assert np.mean(record.losses[-3:]) < 0.7 * record.losses[0]
     assert record.accuracy > 0.5
 
@@ -90,7 +95,9 @@ def test_main_prints_one_table_and_draws(monkeypatch, tmp_path, capsys):
     assert header.split() == ["trained", "by", "test", "accuracy", "seconds", "a", "step"]
     assert [row.split("  ")[0] for row in rows] == ["JAX on 4 devices", "torch on 1 device"]
     assert "5/5" in output.err  # the progress bars
-    assert (tmp_path / "out" / "digits.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("digits.png", "digits_timeline.png"):
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "out" / "digits_timeline.json").read_text())["traceEvents"]
     assert torch.get_num_threads() == 1
 
 

@@ -401,6 +401,20 @@ def test_another_platform_is_refused():
     assert str(info.value) == message
 
 
+def test_a_gpu_that_torch_does_not_see_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    f = jax.jit(torch2jax(torch.sin))
+    message = (
+        f"`sin` was lowered for cuda, but the installed torch ({torch.__version__}) sees no GPU: "
+        "it is a build for CPUs, or for another kind of GPU or driver. Install the build of torch "
+        "for this GPU, or run the program on the CPU (for instance under "
+        '`jax.default_device(jax.devices("cpu")[0])`).'
+    )
+    with pytest.raises(EqxTorchError) as info:
+        f.trace(X).lower(lowering_platforms=("cuda",))
+    assert str(info.value) == message
+
+
 def test_an_error_on_one_of_several_devices_is_logged(caplog):
     def f(x):
         if x[0] == 3:

@@ -521,7 +521,7 @@ def _inside(module: torch.nn.Module) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.jit.script(module))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize("made", [_script, _trace, _loaded, _inside])
 def test_torchscript_parameters_are_trained(made, x):
     module = made(Scripted())
@@ -531,7 +531,7 @@ def test_torchscript_parameters_are_trained(made, x):
     assert all(p.is_leaf for p in to_torch(model).parameters())
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_torchscript_buffers_are_state(x):
     module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     scripted = torch.jit.script(module)

@@ -1,8 +1,8 @@
 import jax.interpreters.ad as _ad
 import jax.interpreters.batching as _batching
 import jax.interpreters.mlir as _mlir
-import jax.interpreters.partial_eval as _partial_eval
 
+from .._compat import register_dce as _register_dce
 from .autodiff import dce as _dce, jvp as _jvp, transpose as _transpose
 from .batching import batch as _batch
 from .lowering import lower as _lower
@@ -20,5 +20,5 @@ torch_call_p.def_abstract_eval(_abstract_eval)
 _ad.primitive_jvps[torch_call_p] = _jvp
 _ad.primitive_transposes[torch_call_p] = _transpose
 _batching.primitive_batchers[torch_call_p] = _batch
-_partial_eval.dce_rules[torch_call_p] = _dce
+_register_dce(torch_call_p, _dce)
 _mlir.register_lowering(torch_call_p, _lower)

@@ -32,7 +32,7 @@ def jvp(
         for i, (spec, t) in enumerate(zip(program.ins, tangents, strict=True))
         if spec.differentiable and type(t) is not ad.Zero
     )
-    recorded = bool(active) and _is_recorded(program)
+    recorded = bool(active) and is_recorded(program)
     results = call(Record(program, active) if recorded else program, *primals)
     outs, token = (results[:-1], results[-1:]) if recorded else (results, [])
     out_tangents: list[Any] = [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in outs]
@@ -46,7 +46,7 @@ def jvp(
     return outs, out_tangents
 
 
-def _is_recorded(program: Program) -> bool:
+def is_recorded(program: Program) -> bool:
     """Whether to keep the graph: of a first derivative, of which the backward is known to follow.
 
     Backwards of higher order recompute.

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from jax.interpreters import mlir
 
 from .._compat import callback_target, explicit_axes, lower_callback
@@ -23,9 +24,23 @@ def lower(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Se
             "CPU, CUDA and ROCm. Lower the program for one of these (for instance under "
             '`jax.default_device(jax.devices("cpu")[0])`), or call the function outside of it.'
         )
+    if platform != "cpu" and not torch.cuda.is_available():
+        raise EqxTorchError(
+            f"`{program.leaf.name}` was lowered for {platform}, but the installed torch "
+            f"({torch.__version__}) sees no GPU: it is a build for CPUs, or for another kind of "
+            "GPU or driver. Install the build of torch for this GPU, or run the program on the CPU "
+            '(for instance under `jax.default_device(jax.devices("cpu")[0])`).'
+        )
     _warn_if_gathered(ctx, program)
     program.prepare()
-    return lower_callback(ctx, target, callback(program, platform, _num_devices(ctx)), operands)
+    run = callback(program, platform, _num_devices(ctx))
+    return lower_callback(ctx, target, run, operands, _operation_name(program))
+
+
+def _operation_name(program: Program) -> str:
+    """The function's name, by which its calls are found in profiles: `f`, `f_backward`."""
+    name = program.leaf.name
+    return name if program.kind == "forward" else f"{name}_{program.kind}"
 
 
 def _num_devices(ctx: mlir.LoweringRuleContext) -> int:

@@ -7,13 +7,14 @@ tensors it makes share memory with XLA's buffers and are valid until it returns.
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from .._ambient import Ambient, in_neutral_thread
 from .._compat import from_dlpack
 from .._program import Program, write_error
-from .streams import on_stream
+from .._timeline import ACTIVE, Span
+from .streams import no_stream, XLA_STREAMS
 
 
 Callback: TypeAlias = Callable[..., tuple[()]]
@@ -32,15 +33,16 @@ def callback(program: Program, platform: str, devices: int) -> Callback:
         devices: how many devices call the function.
     """
     lock = program.leaf.function.lock
-    run = _evaluator(program, _evaluator(program, None))
+    run = _evaluator(program)
     if devices > 1:
         run = _logged(program.leaf.function.name, run)
     if platform == "cpu" and lock is None:
         return run  # contexts with nothing in them would be a twentieth of what a call costs
-    stream = contextlib.nullcontext if platform == "cpu" else on_stream
+    stream = no_stream if platform == "cpu" else XLA_STREAMS.entered
+    settled = lock is not None and devices > 1
 
     def run_guarded(context: Any, *buffers: Any) -> tuple[()]:
-        with stream(context), lock or contextlib.nullcontext():
+        with stream(context, buffers, settled), lock or contextlib.nullcontext():
             return run(context, *buffers)
 
     return run_guarded
@@ -67,28 +69,42 @@ def _logged(name: str, run: Callback) -> Callback:
     return run_logged
 
 
-def _evaluator(program: Program, in_neutral: Callback | None) -> Callback:
-    """Evaluates a program; where the calling thread is not neutral, by `in_neutral`."""
+def _evaluator(program: Program) -> Callback:
+    """Evaluates a program."""
     count = len(program.ins)
     evaluate = program.runner()
     function = program.leaf.function
-    release = function.release if function.borrows else None
 
-    def run(context: Any, *buffers: Any) -> tuple[()]:
-        if in_neutral is not None and not in_neutral_thread():
-            with Ambient.neutral():
-                return in_neutral(context, *buffers)
+    def run(buffers: Sequence[Any]) -> tuple[()]:
         tensors = [from_dlpack(b.__dlpack__()) for b in buffers]
         inputs = tensors[:count]
-        try:
-            for i, result in enumerate(evaluate(inputs, False), count):
-                tensors[i].copy_(result.detach() if result.requires_grad else result)
-        finally:
-            if release is not None:
-                release()
+        i = count
+        for result in evaluate(inputs, False):
+            tensors[i].copy_(result.detach() if result.requires_grad else result)
+            i += 1
         for x in inputs:
             if x._version:
                 raise write_error(program.leaf, inputs)
         return ()
 
-    return run
+    def run_and_release(buffers: Sequence[Any]) -> tuple[()]:
+        try:
+            return run(buffers)
+        finally:
+            function.release()
+
+    run_in_neutral = run_and_release if function.borrows else run
+
+    def run_recorded(buffers: Sequence[Any]) -> tuple[()]:
+        with Span(program, buffers[0]):
+            return run_in_neutral(buffers)
+
+    def run_in_thread(context: Any, *buffers: Any) -> tuple[()]:
+        del context
+        task = run_recorded if ACTIVE else run_in_neutral
+        if in_neutral_thread():
+            return task(buffers)
+        with Ambient.neutral():
+            return task(buffers)
+
+    return run_in_thread

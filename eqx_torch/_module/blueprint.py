@@ -54,7 +54,7 @@ class Blueprint:
         self.constants = [_constant(tensors[name]) for name in names.constants]
         # In torch's own precision, for the way back, where JAX's is another.
         self.precise = {
-            i: tensors[name].detach().clone()
+            i: tensors[name].detach().to("cpu", copy=True)
             for i, name in enumerate(names.constants)
             if tensors[name].dtype != self.constants[i].dtype
         }
@@ -152,6 +152,14 @@ class Skeleton:
         fill(self._parameter_slots, self._blueprint.parameters)
         fill(self._state_slots, self._blueprint.state)
 
+    def place_constants(self, device: torch.device) -> None:
+        """Moves the constants of this skeleton, which no longer shares them with others."""
+        slots = slots_of(self.module, self.constants)
+        moved = [c.to(device) for c in self.constants]
+        fill([slots[id(c)] for c in self.constants], moved)
+        self.constants = moved
+        self._versions = [c._version for c in moved]
+
     def state(self) -> list[torch.Tensor]:
         """The changing buffers, as the forward has left them."""
         return [container[key] for ((container, key), *_) in self._state_slots]
@@ -203,8 +211,6 @@ def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _constant(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, in the precision in which JAX has the parameters it meets."""
-    copied = tensor.detach().clone()
-    return (
-        copied.to(dtype_j2t(canonical_dtype(tensor.dtype))) if is_inexact(tensor.dtype) else copied
-    )
+    """A copy on the host, in the precision in which JAX has the parameters it meets."""
+    dtype = dtype_j2t(canonical_dtype(tensor.dtype)) if is_inexact(tensor.dtype) else tensor.dtype
+    return tensor.detach().to("cpu", dtype, copy=True)

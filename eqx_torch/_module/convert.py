@@ -109,7 +109,7 @@ def from_torch(
 
 def owned(tensor: torch.Tensor) -> jax.Array:
     """A copy of a tensor that is free to go to any device."""
-    return jnp.array(np.asarray(t2j(tensor.detach())))
+    return jnp.array(np.asarray(t2j(tensor.detach().cpu())))
 
 
 def _with_options(

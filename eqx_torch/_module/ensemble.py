@@ -24,6 +24,10 @@ def trainable(model: PyTree) -> PyTree:
     A tree of bools like `model`, for `equinox.partition`: True on parameters whose
     `requires_grad` was set when they were converted, False everywhere else.
 
+    **Raises:**
+
+    Nothing: what is no `TorchModule` is False.
+
     !!! example
 
         >>> import equinox as eqx, torch
@@ -45,8 +49,8 @@ def stack_modules(models: Sequence[TorchModule]) -> TorchModule:
 
     **Returns:**
 
-    A `TorchModule` with a leading axis on every array, to be called under `equinox.filter_vmap`.
-    Each member is then computed in one batched torch call.
+    A `TorchModule` with a leading axis, of the length of `models`, on every array, to be called
+    under `equinox.filter_vmap`. All members are then computed by one batched torch call.
 
     **Raises:**
 

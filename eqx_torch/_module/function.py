@@ -14,10 +14,15 @@ from typing import Any
 import torch
 
 from .._errors import ModuleError
-from .._program import Compiled, Kept, Lock, Residuals, Site, TorchFunction, VmapMethod
+from .._program import Compiled, Kept, Lock, Residuals, Site, Tensors, TorchFunction, VmapMethod
+from .._trees import flatten
 from .._watch import Draws, untouched, Watch
 from .blueprint import Blueprint, Skeleton
 from .rng import SEEDING
+
+
+_CPU = torch.device("cpu")
+_UNCHANGED = contextlib.nullcontext()
 
 
 class ModuleFunction(TorchFunction):
@@ -71,24 +76,38 @@ class ModuleFunction(TorchFunction):
     def __hash__(self) -> int:
         return hash(self._key())
 
-    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], functional: bool) -> Any:
-        parameters, state, seed, inference, *rest = args
-        pool = self.blueprint.pool(_device(parameters, rest))
-        skeleton = pool.borrow()
-        skeleton.set_mode(inference)
-        # Wrappers of torch.func die with the transformation, so a layer must not keep one.
-        restoring = untouched(skeleton.module) if functional else contextlib.nullcontext()
-        with restoring:
-            skeleton.bind(parameters, [b.clone() for b in state])
+    def prepared(self, site: Site) -> Callable[[Tensors, bool], Any]:
+        parameters = len(self.blueprint.parameters)
+        state = parameters + len(self.blueprint.state)
+        seed, mode = site.statics[state : state + 2]
+        assert mode is not None
+        seeded, inference, rest = seed is None, mode.value, site.rest(4)
+        keeping = True
+
+        def call(arrays: Tensors, functional: bool) -> Any:
+            nonlocal keeping
+            pool = self.blueprint.pool(arrays[0].device if arrays else _CPU)
+            skeleton = pool.borrow()
+            skeleton.set_mode(inference)
+            args, kwargs = rest.arguments(arrays[state + seeded :])
+            skeleton.bind(arrays[:parameters], [b.clone() for b in arrays[parameters:state]])
             self._held.items.append(skeleton.unbind)
-            with self._unseeded(inference) if seed is False else self._seeding(seed):
-                result = self._run(skeleton, rest, kwargs)
-            state = skeleton.state()
-        changed = skeleton.changed_constants()
-        if changed:
-            raise ModuleError(self._changed_constants(changed))
-        self._held.items.append(lambda: pool.give_back(skeleton))
-        return result, *state
+            # Wrappers of torch.func die with the transformation, so a layer must not keep one.
+            # To look for them takes long, and one look tells whether a layer keeps anything.
+            restoring = untouched(skeleton.module) if functional and keeping else None
+            with restoring or _UNCHANGED:
+                with self._seeding(arrays[state]) if seeded else self._unseeded(inference):
+                    result = self._run(skeleton, args, kwargs)
+                new_state = skeleton.state()
+            if restoring is not None:
+                keeping = restoring.changed
+            changed = skeleton.changed_constants()
+            if changed:
+                raise ModuleError(self._changed_constants(changed))
+            self._held.items.append(lambda: pool.give_back(skeleton))
+            return result, *new_state
+
+        return call
 
     def release(self) -> None:
         """Gives back what the calls of this thread have borrowed."""
@@ -132,6 +151,7 @@ class ModuleFunction(TorchFunction):
         def run(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             parameters, state, _, inference, *rest = args
             skeleton.set_mode(inference)
+            skeleton.place_constants(_device((*parameters, *state, *rest), kwargs))
             skeleton.bind(parameters, state)
             _LayerNames(skeleton.module, watch)
             result = self._run(skeleton, rest, kwargs)
@@ -161,12 +181,12 @@ class ModuleFunction(TorchFunction):
             return skeleton.module(*args, **kwargs)
         return getattr(skeleton.module, self.method)(*args, **kwargs)
 
+    def _unseeded(self, inference: bool) -> contextlib.AbstractContextManager[None]:
+        return _UNCHANGED if self.draws or inference in self._quiet else self._tried(inference)
+
     @contextlib.contextmanager
-    def _unseeded(self, inference: bool) -> Iterator[None]:
+    def _tried(self, inference: bool) -> Iterator[None]:
         """What was declared was not tried: its first run in each mode tells whether it draws."""
-        if self.draws or inference in self._quiet:
-            yield
-            return
         with Draws() as draws:
             yield
         if draws.any:
@@ -244,7 +264,8 @@ def _end(items: list[Callable[[], None]]) -> None:
         items.pop(0)()
 
 
-def _device(parameters: Sequence[torch.Tensor], args: Sequence[Any]) -> torch.device:
-    tensors = (x for x in (*parameters, *args) if isinstance(x, torch.Tensor))
-    first = next(tensors, None)
-    return torch.device("cpu") if first is None else first.device
+def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    """The device of the first tensor."""
+    if not (args and isinstance(args[0], torch.Tensor)):
+        args = flatten((args, kwargs))[0]
+    return next((x.device for x in args if isinstance(x, torch.Tensor)), _CPU)

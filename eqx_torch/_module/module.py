@@ -38,11 +38,21 @@ class TorchModule(eqx.nn.StatefulLayer):
     optimisers, serialisation and sharding treat it like any Equinox module. Calling it runs the
     torch code on those parameters.
 
-    Attributes:
-        params: the parameters by torch's names; one that has several names stands under the first.
-        buffers: the initial values of the buffers that the forward changes, which then live in
-            `equinox.nn.State`; None if there are none.
-        inference: whether all layers are in evaluation mode; set by `equinox.nn.inference_mode`.
+    **Attributes:**
+
+    - `params`: the parameters by torch's names, in torch's shapes; one that has several names
+        stands under the first.
+    - `buffers`: the initial values of the buffers that the forward changes, which then live in
+        `equinox.nn.State`; None if there are none.
+    - `inference`: whether all layers are in evaluation mode; set by `equinox.nn.inference_mode`.
+
+    !!! example
+
+        >>> import jax, torch
+        >>> from eqx_torch import from_torch
+        >>> model = from_torch(torch.nn.Linear(3, 2))
+        >>> jax.tree.map(lambda a: a.shape, model.params)
+        {'bias': (2,), 'weight': (2, 3)}
     """
 
     params: dict[str, jax.Array]
@@ -84,6 +94,16 @@ class TorchModule(eqx.nn.StatefulLayer):
 
         `ModuleError` if the forward draws random numbers and `key` is missing, or changes buffers
         and `state` is missing; and what `torch2jax` raises.
+
+        !!! example
+
+            >>> import equinox as eqx, jax, jax.numpy as jnp, torch
+            >>> from eqx_torch import from_torch
+            >>> network = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.5))
+            >>> model, state = eqx.nn.make_with_state(from_torch)(network)
+            >>> y, state = model(jnp.ones((8, 3)), state=state, key=jax.random.key(0))
+            >>> y.shape
+            (8, 3)
         """
         own = _Own(self.core, kwargs)
         buffers = self._buffers_for(own.state)
@@ -101,7 +121,19 @@ class TorchModule(eqx.nn.StatefulLayer):
         raise AttributeError(f"a TorchModule has no attribute `{name}`.{remedy}")
 
     def is_stateful(self) -> bool:
-        """Whether the forward changes buffers, so that calls take and return a state."""
+        """Whether the forward changes buffers, so that calls take and return a state.
+
+        **Returns:**
+
+        A bool.
+
+        !!! example
+
+            >>> import torch
+            >>> from eqx_torch import from_torch
+            >>> from_torch(torch.nn.Linear(3, 2)).is_stateful()
+            False
+        """
         return self.buffers is not None
 
     def _buffers_for(self, state: eqx.nn.State | None) -> dict[str, jax.Array]:

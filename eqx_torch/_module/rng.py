@@ -30,11 +30,11 @@ class Seeding:
             seed: two words of 32 bits.
             at_end: takes a function to call when no derivative of this call can run any more.
         """
+        high, low = seed.tolist()  # on a GPU this waits, and so has to precede the lock
         self.lock.acquire()
         at_end(self.lock.release)
         generators = _generators(seed.device)
         states = [g.get_state() for g in generators]
-        high, low = seed.tolist()
         try:
             for generator in generators:
                 generator.manual_seed(_as_seed(high, low))

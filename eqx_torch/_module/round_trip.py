@@ -34,7 +34,7 @@ def to_torch(model: TorchModule, state: eqx.nn.State | None = None) -> torch.nn.
 
     **Raises:**
 
-    `ModuleError` if the model has a state and it was not passed.
+    `ModuleError` if the model has a state and it was not passed, or if it is a stack of models.
 
     !!! example
 
@@ -70,12 +70,16 @@ def state_dict(model: TorchModule, state: eqx.nn.State | None = None) -> dict[st
 
     **Arguments:**
 
-    - `model`: the model.
+    - `model`: the model; `to_torch` says more.
     - `state`: its state, if it has one.
 
     **Returns:**
 
     torch tensors in torch's own dtypes under torch's own names, for `torch.save` or safetensors.
+
+    **Raises:**
+
+    `ModuleError` as `to_torch` does.
 
     !!! example
 
@@ -104,7 +108,8 @@ def load_state_dict(
 
     **Raises:**
 
-    What torch's own `load_state_dict(strict=True)` raises for names and shapes that do not fit.
+    What torch's own `load_state_dict(strict=True)` raises for names and shapes that do not fit;
+    `ModuleError` as `to_torch` does.
 
     !!! example
 

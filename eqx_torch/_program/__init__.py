@@ -1,4 +1,11 @@
-from .base import Indices as Indices, Program as Program, Spec as Spec, TOKEN as TOKEN
+from .base import (
+    Indices as Indices,
+    Kind as Kind,
+    Program as Program,
+    Spec as Spec,
+    Tensors as Tensors,
+    TOKEN as TOKEN,
+)
 from .batch import Vmap as Vmap
 from .calculus import adjoint as adjoint, differential as differential, untaped as untaped
 from .derivative import Jvp as Jvp, Vjp as Vjp

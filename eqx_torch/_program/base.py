@@ -19,7 +19,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from .._dtypes import is_inexact
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 Indices: TypeAlias = tuple[int, ...]
+Kind: TypeAlias = Literal["forward", "backward", "tangent"]
 
 
 class Spec(NamedTuple):
@@ -89,6 +90,11 @@ class Program(abc.ABC):
     def name(self) -> str:
         """What jaxprs and messages call the program."""
 
+    @property
+    def kind(self) -> Kind:
+        """What it computes: the outermost derivative says so."""
+        return "forward"
+
     @abc.abstractmethod
     def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
         """Evaluates the program.
@@ -133,6 +139,10 @@ class Derived(Program):
     @property
     def leaf(self) -> Any:
         return self.inner.leaf
+
+    @property
+    def kind(self) -> Kind:
+        return self.inner.kind
 
     @functools.cached_property
     def forward(self) -> tuple[Program, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .._compat import cached_weakly
+from .._compat import batched, cached_weakly
 from .._dtypes import dtype_j2t
 from .base import Derived, Indices, Program, Spec, Tensors
 
@@ -76,13 +76,13 @@ class Vmap(Derived):
             return out
 
     def _batched(self, inputs: Tensors) -> list[torch.Tensor]:
-        def member(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return tuple(self.inner.run(xs, functional=True))
+        def member(*xs: torch.Tensor) -> Tensors:
+            return self.inner.run(xs, functional=True)
 
-        stacked = tuple(axis or 0 for axis in self.out_axes)
+        stacked = [axis or 0 for axis in self.out_axes]
         randomness = self.leaf.function.randomness
-        batched = torch.func.vmap(member, self.in_axes, stacked, randomness=randomness)
-        outs = zip(batched(*inputs), self.out_axes, strict=True)
+        ys = batched(member, inputs, self.in_axes, stacked, self.size, randomness)
+        outs = zip(ys, self.out_axes, strict=True)
         return [y.sum(0) if axis is None else y for y, axis in outs]
 
     def _looped(self, inputs: Tensors) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 
 from .._compat import cached_weakly
 from .._errors import EqxTorchError
-from .base import Derivative, Indices, pick, Program, Spec, Tensors
+from .base import Derivative, Indices, Kind, pick, Program, Spec, Tensors
 from .forward import (
     double_backward,
     dual_numbers,
@@ -41,6 +41,10 @@ class Jvp(Derivative):
     @property
     def name(self) -> str:
         return f"jvp({self.inner.name})"
+
+    @property
+    def kind(self) -> Kind:
+        return "tangent"
 
     def broadcast(self, size: int, shared: Indices) -> Program:
         return Jvp(self.inner.broadcast(size, ()), self.wrt, self.of)
@@ -93,16 +97,25 @@ class Vjp(Derivative):
     def name(self) -> str:
         return f"vjp({self.inner.name})"
 
+    @property
+    def kind(self) -> Kind:
+        return "backward"
+
     def broadcast(self, size: int, shared: Indices) -> Program:
         return Vjp(self.inner.broadcast(size, ()), self.wrt, self.of)
 
     def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
         primals, cotangents = self.split(inputs)
-        cotangents = [_conj(u) for u in cotangents]
+        if self._complex:
+            cotangents = [_conj(u) for u in cotangents]
         results = self._replay(inputs, cotangents) if self.taped and not functional else None
         if results is None:
             results = self._recomputed(primals, cotangents, functional)
-        return [_conj(r) for r in results]
+        return [_conj(r) for r in results] if self._complex else results
+
+    @functools.cached_property
+    def _complex(self) -> bool:
+        return any(spec.dtype.kind == "c" for spec in (*self.ins, *self.outs))
 
     def _recomputed(
         self, primals: Tensors, cotangents: Tensors, functional: bool
@@ -131,9 +144,9 @@ class Vjp(Derivative):
 def _taken(program: Derivative, inputs: Tensors) -> Tape | None:
     """The recorded graph that the token names, if it is valid."""
     primals, token = inputs[: len(program.inner.ins)], inputs[len(program.inner.ins)]
-    if token.device.type != "cpu":  # reading it would wait for the device
+    if not token.is_cpu:  # reading it would wait for the device
         return None
-    return TAPES.take(program.inner, int(token), primals, program.wrt)
+    return TAPES.take(TAPES.site(program.inner), int(token), primals, program.wrt)
 
 
 def _drop(jvp: Jvp, inputs: Tensors) -> None:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from .._compat import set_forward_grad_enabled, set_grad_enabled
 from .._errors import EqxTorchError
 from .base import Derivative, pick, Tensors
-from .exclusive import EXCLUSIVE
+from .exclusive import EXCLUSIVE, settle
 from .reverse import gradients, leaf_of, refuse_errors, requires_gradient, restricted
 
 
@@ -38,6 +38,7 @@ _NO_TANGENT = (
 def dual_numbers(jvp: Derivative, primals: Tensors, tangents: Tensors) -> list[torch.Tensor]:
     """The tangents, by dual numbers."""
     active = map(leaf_of, pick(primals, jvp.wrt))
+    settle(primals[0].device)
     with EXCLUSIVE, _NoGradStopsTangents(), forward_ad.dual_level():
         duals = map(forward_ad.make_dual, active, tangents)
         return list(map(_tangent, restricted(jvp, primals, functional=False)(*duals)))
@@ -61,6 +62,7 @@ def functional_dual_numbers(
 ) -> list[torch.Tensor]:
     """The tangents, by `torch.func.jvp`."""
     forward = restricted(jvp, primals, functional=True)
+    settle(primals[0].device)
     with EXCLUSIVE, _NoGradStopsTangents():
         return list(torch.func.jvp(forward, pick(primals, jvp.wrt), tuple(tangents))[1])
 
@@ -80,7 +82,8 @@ def functional_double_backward(
 def load_forward_mode() -> None:
     """torch loads rules at the first use, with a deprecated function, and warns of itself."""
     with EXCLUSIVE, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        for category in (DeprecationWarning, FutureWarning):
+            warnings.simplefilter("ignore", category)
         with forward_ad.dual_level():
             forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
 

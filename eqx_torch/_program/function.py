@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 from .._watch import untouched, Watch
+from .base import Tensors
 from .site import argument_name, Site
 from .tape import Kept
 
@@ -142,11 +143,21 @@ class TorchFunction:
         """How messages call the output at a path; nothing if it is the only one."""
         return f"output{path}" if path else ""
 
-    def caller(self) -> Callable[..., Any]:
-        """What `call` calls outside of torch.func, for calls with nothing but tensors."""
-        return self.python
+    def prepared(self, site: Site) -> Callable[[Tensors, bool], Any]:
+        """The function of the arrays of a call at one site, prepared for many calls.
 
-    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], functional: bool) -> Any:
-        """Runs the function; `functional` says whether a transformation of torch.func is active."""
-        del functional
-        return self.python(*args, **kwargs)
+        Its second argument says whether a transformation of torch.func is active.
+        """
+
+        python = self.python
+
+        def call(arrays: Tensors, functional: bool) -> Any:
+            del functional
+            args, kwargs = site.arguments(arrays)
+            return python(*args, **kwargs)
+
+        def call_on_arrays(arrays: Tensors, functional: bool) -> Any:
+            del functional
+            return python(*arrays)
+
+        return call_on_arrays if site.is_positional else call

@@ -16,13 +16,13 @@ import torch
 from .._compat import cached_weakly
 from .._dtypes import dtype_j2t
 from .._errors import EqxTorchError, InputError, OutputError, ShapeError
-from .._trees import as_declared, flatten, leaf_paths, Structure
+from .._trees import flatten, leaf_paths, Structure
 from .base import Indices, Program, Spec, Tensors
+from .declared import as_declared
 from .function import TorchFunction, Writes
 from .site import Site
 
 
-_NONE: dict[str, Any] = {}
 _NOTHING: frozenset[int] = frozenset()
 _WIDE = {
     torch.int32: (torch.int64,),
@@ -92,26 +92,37 @@ class Leaf(Program):
         return self._checked(self._result(inputs, functional))
 
     def runner(self) -> Callable[[Tensors, bool], Tensors]:
-        """`run`; for the plainest of calls without what they do not need, a tenth of their time."""
-        site = self.site
-        if self._restored or not (self._single and site.is_positional and site.ambient.is_neutral):
+        """`run`; for most calls without what they do not need."""
+        ambient = self.site.ambient
+        if self._restored or not ambient.is_neutral:
             return self.run
-        run, function, writes = self.run, self.function.caller(), self._writes
-        default_dtype, get_default_dtype = site.ambient.default_dtype, torch.get_default_dtype
-        (shape, dtype, _), tensor, strided = self._expected[0], torch.Tensor, torch.strided
+        run, function, writes, checked = self.run, self._call, self._writes, self._checker()
+        default_dtype, get_default_dtype = ambient.default_dtype, torch.get_default_dtype
 
         def plain_run(inputs: Tensors, functional: bool) -> Tensors:
             if writes.inputs != _NOTHING or get_default_dtype() is not default_dtype:
                 return run(inputs, functional)
             try:
-                y = function(*inputs)
+                result = function(inputs, functional)
             except Exception as error:
                 self._explain(error, inputs)
                 raise
-            right = type(y) is tensor and y.dtype is dtype and y.shape == shape
-            return (y,) if right and y.layout is strided else self._checked(y)
+            return checked(result)
 
         return plain_run
+
+    def _checker(self) -> Callable[[Any], Tensors]:
+        """`_checked`, prepared for many calls."""
+        if not self._single:
+            return self._checked
+        checked, tensor, strided = self._checked, torch.Tensor, torch.strided
+        ((shape, dtype, _),) = self._expected
+
+        def checked_one(y: Any) -> Tensors:
+            right = type(y) is tensor and y.dtype is dtype and y.shape == shape
+            return (y,) if right and y.layout is strided else checked(y)
+
+        return checked_one
 
     def _first_run(self, tensors: list[torch.Tensor], functional: bool) -> list[torch.Tensor]:
         copies = [t.clone() for t in tensors]
@@ -132,14 +143,13 @@ class Leaf(Program):
         return tensors
 
     def _result(self, tensors: Tensors, functional: bool) -> Any:
-        site = self.site
-        args, kwargs = (tensors, _NONE) if site.is_positional else site.arguments(tensors)
+        ambient = self.site.ambient
         try:
             # The runtime has made the thread neutral.
-            if site.ambient.is_neutral and torch.get_default_dtype() is site.ambient.default_dtype:
-                return self.function.call(args, kwargs, functional)
-            with site.ambient.in_force():
-                return self.function.call(args, kwargs, functional)
+            if ambient.is_neutral and torch.get_default_dtype() is ambient.default_dtype:
+                return self._call(tensors, functional)
+            with ambient.in_force():
+                return self._call(tensors, functional)
         except Exception as error:
             self._explain(error, tensors)
             raise
@@ -188,6 +198,10 @@ class Leaf(Program):
         if result.dtype not in accepted:
             raise self._spec_error(i, result)
         return result.to(dtype)
+
+    @functools.cached_property
+    def _call(self) -> Callable[[Tensors, bool], Any]:
+        return self.function.prepared(self.site)
 
     @functools.cached_property
     def _writes(self) -> Writes:

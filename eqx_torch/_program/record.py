@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 
 from .._compat import cached_weakly
 from .base import Derived, Indices, Program, replaced, Spec, Tensors, TOKEN
 from .reverse import leaf_of
-from .tape import Tape, TAPES
+from .tape import addresses, Tape, TAPES, TapeSite
 
 
 @cached_weakly
@@ -41,24 +42,32 @@ class Record(Derived):
     def broadcast(self, size: int, shared: Indices) -> Program:
         return Record(self.inner.broadcast(size, shared), self.wrt)
 
+    @functools.cached_property
+    def _evaluate(self) -> Callable[[Tensors, bool], Tensors]:
+        return self.inner.runner()
+
+    @functools.cached_property
+    def _site(self) -> TapeSite:
+        return TAPES.site(self.inner)
+
     def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
         refused = self.leaf.function.findings.grad_is_refused
-        if functional or refused or any(x.device.type != "cpu" for x in inputs):
-            return [*self.inner.run(inputs, functional), _token(0)]
-        copies = TAPES.copies(self.inner)
+        if functional or refused or (inputs and not inputs[0].is_cpu):
+            return [*self.inner.run(inputs, functional), inputs[0].new_zeros(1, dtype=torch.int32)]
+        copies = self._site.copies
         primals = [x.clone() for x in inputs] if copies else inputs
         active = [leaf_of(primals[i]) for i in self.wrt]
-        results = self.inner.run(replaced(primals, self.wrt, active), functional=False)
+        results = self._evaluate(replaced(primals, self.wrt, active), False)
         edges = [_edge(y) for y in results]
         if not any(edges):
             return [*results, _token(0)]
         tape = Tape(
             inputs=dict(zip(self.wrt, active, strict=True)),
             outputs=edges,
-            addresses=None if copies else tuple(x.data_ptr() for x in inputs),
+            addresses=None if copies else addresses(inputs),
             kept=self.leaf.function.keep(),
         )
-        return [*results, _token(TAPES.put(self.inner, tape))]
+        return [*results, _token(TAPES.put(self._site, tape))]
 
 
 def _edge(y: torch.Tensor) -> torch.autograd.graph.GradientEdge | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .._compat import run_backward
 from .._errors import EqxTorchError
 from .base import Derivative, pick, replaced, Tensors
 from .tape import Tape
@@ -138,15 +139,8 @@ def _gradients_of(
     if not pairs:
         return [torch.zeros_like(x) for x in inputs]
     outputs, cotangents = zip(*pairs, strict=True)
-    grads = torch.autograd.grad(
-        outputs,
-        inputs,
-        cotangents,
-        create_graph=create_graph,
-        allow_unused=True,
-        materialize_grads=True,
-    )
-    return list(grads)
+    grads = run_backward(outputs, cotangents, tuple(inputs), create_graph)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True)]
 
 
 def _accumulated(outputs: Tensors, inputs: Tensors, cotangents: Tensors) -> list[torch.Tensor]:

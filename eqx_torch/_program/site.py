@@ -43,6 +43,13 @@ class Site:
         leaves = [next(rest) if s is None else fresh(s.value) for s in self.statics]
         return self.structure.unflatten(leaves)
 
+    def rest(self, count: int) -> "Site":
+        """The call without its first `count` positional arguments."""
+        structure = self.structure.rest(count)
+        statics = self.statics[len(self.statics) - structure.num_leaves :]
+        restored = self.restored[len(self.restored) - statics.count(None) :]
+        return Site(structure, statics, restored, self.ambient)
+
     @functools.cached_property
     def paths(self) -> list[str]:
         """Where each array stands in the call."""

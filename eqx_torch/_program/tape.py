@@ -27,7 +27,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,7 @@ from .base import Indices, Program, Tensors
 
 FIRST_LIMIT = 8
 LAST_LIMIT = 4096
+_NONE = (None, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,61 +72,79 @@ class Tape:
     kept: Kept
 
 
-class _Site:
-    """The outstanding graphs of one program, oldest first, and which were dropped."""
+class _Sized(NamedTuple):
+    """A graph and the memory it holds."""
+
+    tape: Tape
+    bytes: int
+
+
+class TapeSite:
+    """The outstanding graphs of one program, oldest first, and which were dropped.
+
+    Attributes:
+        copies: whether to record on copies of the inputs.
+        bytes: how much memory the next graph will hold, None if that is not known.
+    """
 
     def __init__(self) -> None:
-        self.tapes: collections.OrderedDict[int, Tape] = collections.OrderedDict()
+        self.tapes: collections.OrderedDict[int, _Sized] = collections.OrderedDict()
         self.dropped: collections.deque[int] = collections.deque(maxlen=LAST_LIMIT)
         self.limit = FIRST_LIMIT
         self.copies = False
         self.bytes: int | None = None
 
+    def reset(self) -> None:
+        """Drops the graphs."""
+        self.tapes.clear()
+        self.dropped.clear()
+        self.limit, self.copies, self.bytes = FIRST_LIMIT, False, None
+
 
 class Tapes:
-    """All outstanding graphs. Invariant: a graph is in one place, here or with its one user."""
+    """All outstanding graphs. Invariant: a graph is in one place, here or with its one user.
+
+    `_held` is never less than the memory that all graphs hold; more, when programs have died with
+    theirs. It is counted anew before anything is dropped for it.
+    """
 
     def __init__(self, memory: int) -> None:
         self._lock = threading.Lock()
-        self._sites: weakref.WeakKeyDictionary[Program, _Site] = weakref.WeakKeyDictionary()
+        self._sites: weakref.WeakKeyDictionary[Program, TapeSite] = weakref.WeakKeyDictionary()
         self._tokens = itertools.count(1)
         self.last_limit = LAST_LIMIT
         self._memory = memory
+        self._held = 0
 
-    def copies(self, program: Program) -> bool:
-        """Whether to record on copies of the inputs."""
-        site = self._sites.get(program)
-        return site is not None and site.copies
+    def site(self, program: Program) -> TapeSite:
+        """Where the graphs of a program are kept."""
+        with self._lock:
+            return self._sites.setdefault(program, TapeSite())
 
-    def put(self, program: Program, tape: Tape) -> int:
+    def put(self, site: TapeSite, tape: Tape) -> int:
         """Keeps a graph; returns its token."""
         token = next(self._tokens) & 0x7FFFFFFF
-        known = self._sites.get(program)
-        size = _saved_bytes(tape) if known is None or known.bytes is None else known.bytes
+        size = _saved_bytes(tape) if site.bytes is None else site.bytes
         with self._lock:
-            site = self._sites.get(program)
-            if site is None:
-                site = self._sites.setdefault(program, _Site())
             site.bytes = size
-            site.tapes[token] = tape
+            site.tapes[token] = _Sized(tape, size)
+            self._held += size
             dropped = list(self._excess(site))
         for old in dropped:
             old.kept.release()
         return token
 
-    def take(self, program: Program, token: int, primals: Tensors, wrt: Indices) -> Tape | None:
+    def take(self, site: TapeSite, token: int, primals: Tensors, wrt: Indices) -> Tape | None:
         """The graph with this token if it is valid for these primals; it is then the caller's."""
         with self._lock:
-            site = self._sites.get(program)
-            if site is None or token == 0:
-                return None
-            tape = site.tapes.pop(token, None)
+            tape, size = site.tapes.pop(token, _NONE)
             if tape is None:
                 if token in site.dropped and site.limit < self.last_limit:
                     site.limit *= 2
                 return None
-        here = tape.addresses is None or tape.addresses == tuple(p.data_ptr() for p in primals)
-        if here and all(i in tape.inputs for i in wrt):
+            self._held -= size
+        here = tape.addresses is None or tape.addresses == addresses(primals)
+        if here and tape.inputs.keys() >= set(wrt):
             return tape
         if not here:
             site.copies, site.bytes = True, None
@@ -135,8 +154,10 @@ class Tapes:
     def clear(self) -> None:
         """Drops all graphs; called by `jax.clear_caches()`."""
         with self._lock:
-            sites, self._sites = self._sites, weakref.WeakKeyDictionary()
-            tapes = [tape for site in sites.values() for tape in site.tapes.values()]
+            tapes = [sized.tape for sized in self._all()]
+            for site in self._sites.values():
+                site.reset()
+            self._held = 0
         for tape in tapes:
             tape.kept.release()
 
@@ -144,23 +165,31 @@ class Tapes:
         with self._lock:
             return sum(len(site.tapes) for site in self._sites.values())
 
-    def _excess(self, site: _Site) -> Iterator[Tape]:
+    def _excess(self, site: TapeSite) -> Iterator[Tape]:
         """Takes out what is too much: the oldest of this site, then the oldest of all."""
         while len(site.tapes) > min(site.limit, self.last_limit):
-            yield _drop_oldest(site)
+            yield self._drop_oldest(site)
+        if self._held <= self._memory:
+            return
         sites = [s for s in self._sites.values() if s.tapes]
-        total = sum(len(s.tapes) * (s.bytes or 0) for s in sites)
-        while total > self._memory and sum(len(s.tapes) for s in sites) > 1:
-            oldest = min(sites, key=lambda s: next(iter(s.tapes)))
-            yield _drop_oldest(oldest)
-            total -= oldest.bytes or 0
+        self._held = sum(sized.bytes for sized in self._all())
+        while self._held > self._memory and sum(len(s.tapes) for s in sites) > 1:
+            yield self._drop_oldest(min(sites, key=lambda s: next(iter(s.tapes))))
             sites = [s for s in sites if s.tapes]
 
+    def _drop_oldest(self, site: TapeSite) -> Tape:
+        token, (tape, size) = site.tapes.popitem(last=False)
+        site.dropped.append(token)
+        self._held -= size
+        return tape
 
-def _drop_oldest(site: _Site) -> Tape:
-    token, tape = site.tapes.popitem(last=False)
-    site.dropped.append(token)
-    return tape
+    def _all(self) -> Iterator[_Sized]:
+        return itertools.chain.from_iterable(s.tapes.values() for s in self._sites.values())
+
+
+def addresses(tensors: Tensors) -> tuple[int, ...]:
+    """Where the tensors lie in memory."""
+    return tuple([x.data_ptr() for x in tensors])
 
 
 def _saved_bytes(tape: Tape) -> int:
