@@ -16,10 +16,25 @@ HAS_CUDA := import importlib.metadata as m, torch; \
 
 PICTURES := digits ensemble forces hessian neural_ode sentence_head
 
-.PHONY: demo docs pictures dist dist-test test test-all test-floor test-newest test-gpu \
+.PHONY: demo bench docs pictures dist dist-test test test-all test-floor test-newest test-gpu \
 	gpu-at-once gpu-alone lint clean
+
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
+
+# What the neighbour compiles at its first use needs a C++ compiler and ninja.
+bench: .venv/ready-bench
+	export PATH="$(CURDIR)/.venv/bin:$$PATH"; set -e; \
+	python -m tests.benchmarks.call_overhead; \
+	python -m tests.benchmarks.train_step; \
+	python -m tests.benchmarks.train_step --cores 1; \
+	python -m tests.benchmarks.train_step --compiled; \
+	python -m tests.benchmarks.vmap; \
+	python -m tests.benchmarks.devices; \
+	python -m tests.benchmarks.memory; \
+	python -m tests.benchmarks.startup; \
+	python -m tests.benchmarks.trace; \
+	python -m tests.benchmarks.report
 
 docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
@@ -79,6 +94,10 @@ clean:
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install -e '.[dev]' -c constraints.txt
+	touch $@
+
+.venv/ready-bench: .venv/ready
+	.venv/bin/pip install -e '.[dev,bench]' -c constraints.txt
 	touch $@
 
 .venv-floor/ready: pyproject.toml constraints.txt constraints-floor.txt

@@ -7,6 +7,7 @@ from torch import Size as Size
 
 from ._array_trees import tree_j2t as tree_j2t, tree_t2j as tree_t2j
 from ._arrays import j2t as j2t, t2j as t2j
+from ._call import check_errors as check_errors
 from ._dtypes import dtype_j2t as dtype_j2t, dtype_t2j as dtype_t2j
 from ._errors import (
     AnnotationError as AnnotationError,

@@ -12,13 +12,14 @@ more than the copy.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import get_args, Literal, TypeAlias
+from typing import Any, cast, get_args, Literal, TypeAlias
 
 import jax
 import numpy as np
 import torch
 from jax.core import Tracer
 
+from ._deadlocks import inside_callback
 from ._dtypes import canonical_dtype, dtype_j2t
 from ._errors import ConversionError
 
@@ -66,6 +67,13 @@ def t2j(tensor: torch.Tensor, via: Via = "dlpack") -> jax.Array:
         )
     dtype = dtype_j2t(canonical_dtype(tensor.dtype))
     _check_has_memory(tensor)
+    if inside_callback():
+        raise ConversionError(
+            "t2j was called inside a torch function that JAX is running. The tensor may lie in "
+            "memory that is JAX's again when that function returns, and what computes on the array "
+            "may wait for the device that waits for the function. Return the tensor, and compute "
+            "in JAX on the result."
+        )
     if via != "dlpack":
         return _copy_tensor(tensor, dtype)
     return _share_tensor(tensor, dtype)
@@ -197,6 +205,13 @@ def _one_shard(array: jax.Array) -> jax.Array:
         raise ConversionError(
             f"j2t was called on a {shape_and_dtype} that has been deleted or donated to a jitted "
             "function. Convert it before that call, or do not donate it."
+        )
+    if not cast(Any, array).is_ready() and inside_callback():  # the stub does not know it
+        raise ConversionError(
+            f"j2t was called on a {shape_and_dtype} that is not computed yet, inside a torch "
+            "function that JAX is running. The device that computes it may be waiting for that "
+            "function. Pass the array to the function as an argument, or call "
+            "`array.block_until_ready()` before."
         )
     if not array.is_fully_replicated:
         raise ConversionError(

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from ._ambient import Ambient
-from ._call import call
+from ._call import call, FAILURES
+from ._deadlocks import refuse_deadlock
 from ._dtypes import dtype_j2t, x64_enabled
 from ._errors import DtypeError, InputError
 from ._probe import Outputs
@@ -122,6 +123,9 @@ def invoke(
     Returns:
         The function's result with JAX arrays in place of tensors.
     """
+    refuse_deadlock(function.name)
+    if FAILURES.pending:
+        FAILURES.raise_pending()
     arrays = arguments.arrays()
     in_specs = arguments.specs()
     site = arguments.site(restored)

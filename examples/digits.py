@@ -109,10 +109,10 @@ def make_network(settings: Settings) -> torch.nn.Module:
     """A small convolutional network, in torch."""
     torch.manual_seed(settings.seed)
     return torch.nn.Sequential(
-        torch.nn.Conv2d(1, 32, kernel_size=3, padding=1),
+        torch.nn.Conv2d(1, 32, kernel_size=3, padding=1, bias=False),  # BatchNorm has one
         torch.nn.BatchNorm2d(32),
         torch.nn.SiLU(),
-        torch.nn.Conv2d(32, 64, kernel_size=3, stride=2, padding=1),
+        torch.nn.Conv2d(32, 64, kernel_size=3, stride=2, padding=1, bias=False),
         torch.nn.BatchNorm2d(64),
         torch.nn.SiLU(),
         torch.nn.Flatten(),

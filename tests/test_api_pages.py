@@ -23,7 +23,12 @@ NAMES = sorted(
 )
 OWN = [n for n in NAMES if getattr(eqx_torch, n).__module__.startswith("eqx_torch.")]
 FUNCTIONS = [n for n in OWN if inspect.isfunction(getattr(eqx_torch, n))]
-METHODS = ["TorchModule.__call__", "TorchModule.is_stateful"]
+METHODS = [
+    f"{name}.{method}"
+    for name in OWN
+    for method, value in vars(getattr(eqx_torch, name)).items()
+    if inspect.isroutine(value) and (not method.startswith("_") or method == "__call__")
+]
 
 
 def _lookup(name: str):
@@ -41,6 +46,7 @@ def _section(docstring: str, title: str) -> str:
 
 
 def test_the_public_names_are_known():
+    assert {"TorchModule.__call__", "TorchModule.is_stateful", "Timeline.plot"} <= set(METHODS)
     assert {"torch2jax", "from_torch", "TorchModule", "Size", "ShapeError"} <= set(NAMES)
     assert set(NAMES) - set(OWN) == {"Size"}  # torch's own; its page has a block that is run
 

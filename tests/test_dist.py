@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -49,7 +50,8 @@ def test_wheel_says_what_it_is(built):
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Description-Content-Type"] == "text/markdown"
     required = [r for r in metadata.get_all("Requires-Dist") if "extra ==" not in r]
-    assert sorted(r.partition(">")[0] for r in required) == ["equinox", "jax", "jaxtyping", "torch"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert required == project["dependencies"]
 
 
 def test_source_distribution_holds_what_the_tests_need(built):
@@ -79,9 +81,13 @@ def test_installed_wheel_works_without_a_compiler(built, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "ok\n"
-    if (ROOT / "eqx_torch" / "__main__.py").exists():
-        diagnosis = [python, "-I", "-m", "eqx_torch"]
-        told = subprocess.run(
-            diagnosis, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert f"eqx_torch {eqx_torch.__version__}" in " ".join(told.stdout.split())
+    told = subprocess.run(
+        [python, "-I", "-m", "eqx_torch"],
+        cwd=tmp_path,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert told.returncode == 0, told.stdout
+    assert f"eqx_torch {eqx_torch.__version__}" in " ".join(told.stdout.split())

@@ -11,7 +11,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-import orbax.checkpoint as ocp
 import psutil
 import pytest
 import safetensors.torch
@@ -28,7 +27,6 @@ from eqx_torch import (
     TorchModule,
 )
 
-from .benchmarks import first_call
 from .helpers import assert_trees_equal
 
 
@@ -189,22 +187,6 @@ def test_tree_serialise_leaves(tmp_path: Path):
     eqx.tree_serialise_leaves(tmp_path / "model.eqx", with_state(module))
     model, state = eqx.tree_deserialise_leaves(tmp_path / "model.eqx", with_state(network()))
     assert_tensors_equal(state_dict(model, state), module.state_dict())
-
-
-@pytest.mark.parametrize("devices", [1, 2, 8])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_orbax_restores_onto_another_number_of_devices(tmp_path: Path, devices):
-    module = network(8)
-    arrays = eqx.filter(placed(with_state(module), 4), eqx.is_array)
-    target, rest = eqx.partition(placed(with_state(network(8)), devices), eqx.is_array)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "checkpoint", arrays)
-    with ocp.StandardCheckpointer() as checkpointer:
-        restored = checkpointer.restore(tmp_path / "checkpoint", target)
-    model, state = eqx.combine(restored, rest)
-    assert_tensors_equal(state_dict(model, state), module.state_dict())
-    for name, parameter in model.params.items():
-        assert parameter.sharding == target[0].params[name].sharding
 
 
 def test_safetensors_and_pth(tmp_path: Path):
@@ -391,9 +373,3 @@ def test_a_hundred_conversions_leave_memory_flat():
     for _ in range(100):
         convert()
     assert _memory() - before < 100e6
-
-
-def test_the_first_call_benchmark():
-    figures, (result, expected) = first_call.measure(layers=2, width=64, batch=2, length=8)
-    assert_trees_equal(result, expected, rtol=1e-4, atol=1e-5)
-    assert all(value > 0 for value in figures.values())

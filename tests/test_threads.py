@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from eqx_torch import torch2jax
 
 from .helpers import assert_trees_equal
+from .isolated import run_tests
 from .test_explicit_sharding import explicit_mesh, put
 from .twins import random_array
 
@@ -144,3 +145,33 @@ def test_calls_between_slow_operations(getkey):
     for _ in range(300):
         y = jitted(x)
         assert_trees_equal(y, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_programs_at_once_on_one_mesh_and_on_single_devices(getkey):
+    """Threads that share devices, functions and locks."""
+    mesh = explicit_mesh(8)
+    x = random_array(getkey, (16, 3))
+    f = torch2jax(lambda x: (x.sin() ** 2).sum(-1), out_specs=P("x"))
+    locked = torch2jax(lambda x: x.exp().sum(-1), out_specs=P("x"), lock=True)
+    single = jax.jit(jax.value_and_grad(lambda y: torch2jax(torch.cos)(y).sum()))
+
+    def work(i):
+        with jax.set_mesh(mesh):
+            y = put(x + i, mesh, "x")
+            step = jax.jit(jax.value_and_grad(lambda y: (f(y) * locked(y)).sum()))
+            sharded = [jax.tree.map(np.asarray, step(y)) for _ in range(3)]
+        z = jax.device_put(x + i, jax.devices()[i])
+        return i, sharded, [jax.tree.map(np.asarray, single(z)) for _ in range(10)]
+
+    twin = lambda y: ((jnp.sin(y) ** 2).sum(-1) * jnp.exp(y).sum(-1)).sum()  # noqa: E731
+    for i, sharded, alone in _in_threads(4, work):
+        expected = jax.value_and_grad(twin)(x + i)
+        for result in sharded:
+            assert_trees_equal(result, expected, rtol=1e-3, atol=1e-3)
+        expected = jax.value_and_grad(lambda y: jnp.cos(y).sum())(x + i)
+        for result in alone:
+            assert_trees_equal(result, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_jax_inside_of_torch_is_refused():
+    run_tests("nested_calls.py", timeout=300)

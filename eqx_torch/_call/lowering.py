@@ -8,6 +8,7 @@ import torch
 from jax.interpreters import mlir
 
 from .._compat import callback_target, explicit_axes, lower_callback
+from .._deadlocks import entry, refuse_deadlock
 from .._errors import EqxTorchError
 from .._program import Program
 from .runtime import callback
@@ -15,6 +16,7 @@ from .runtime import callback
 
 def lower(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Sequence[Any]:
     """The lowering rule."""
+    refuse_deadlock(program.leaf.name)
     (platform, *others) = ctx.module_context.platforms
     target = callback_target(platform)
     if others or target is None:
@@ -33,7 +35,7 @@ def lower(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Se
         )
     _warn_if_gathered(ctx, program)
     program.prepare()
-    run = callback(program, platform, _num_devices(ctx))
+    run = entry(callback(program, platform, _num_devices(ctx)))
     return lower_callback(ctx, target, run, operands, _operation_name(program))
 
 

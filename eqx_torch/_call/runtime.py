@@ -5,21 +5,17 @@ array and starts no JAX computation, so it can never wait for the runtime that w
 tensors it makes share memory with XLA's buffers and are valid until it returns.
 """
 
-import contextlib
-import logging
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 from .._ambient import Ambient, in_neutral_thread
 from .._compat import from_dlpack
-from .._program import Program, write_error
+from .._program import Lock, Program, write_error
 from .._timeline import ACTIVE, Span
-from .streams import no_stream, XLA_STREAMS
-
-
-Callback: TypeAlias = Callable[..., tuple[()]]
-
-_LOGGER = logging.getLogger("eqx_torch")
+from .debug import debugged, debugging
+from .failures import Callback, Failure, FAILURES, poisoning
+from .interrupts import deliver_again
+from .streams import XLA_STREAMS
 
 
 def callback(program: Program, platform: str, devices: int) -> Callback:
@@ -33,46 +29,39 @@ def callback(program: Program, platform: str, devices: int) -> Callback:
         devices: how many devices call the function.
     """
     lock = program.leaf.function.lock
-    run = _evaluator(program)
+    # Contexts with nothing in them would be a twentieth of what a call costs.
+    run = _evaluator(program, FAILURES.pending if devices == 1 else ())
+    if lock is not None:
+        run = _locked(run, lock)
     if devices > 1:
-        run = _logged(program.leaf.function.name, run)
-    if platform == "cpu" and lock is None:
-        return run  # contexts with nothing in them would be a twentieth of what a call costs
-    stream = no_stream if platform == "cpu" else XLA_STREAMS.entered
-    settled = lock is not None and devices > 1
+        run = poisoning(program, run, platform, devices)
+    if platform == "cpu":
+        return run
+    return _on_stream(run, settled=lock is not None and devices > 1)
 
-    def run_guarded(context: Any, *buffers: Any) -> tuple[()]:
-        with stream(context, buffers, settled), lock or contextlib.nullcontext():
+
+def _locked(run: Callback, lock: Lock) -> Callback:
+    def run_locked(context: Any, *buffers: Any) -> tuple[()]:
+        with lock:
             return run(context, *buffers)
 
-    return run_guarded
+    return run_locked
 
 
-def _logged(name: str, run: Callback) -> Callback:
-    """Logs what is raised at once.
-
-    The other devices may be waiting for this one in a collective. Then XLA ends the process before
-    it passes the error on.
-    """
-
-    def run_logged(context: Any, *buffers: Any) -> tuple[()]:
-        try:
+def _on_stream(run: Callback, settled: bool) -> Callback:
+    def run_on_stream(context: Any, *buffers: Any) -> tuple[()]:
+        with XLA_STREAMS.entered(context, buffers, settled):
             return run(context, *buffers)
-        except Exception:
-            _LOGGER.exception(
-                "`%s` raised on one of several devices. If others wait for it in a collective, XLA "
-                "ends the process after 40 seconds.",
-                name,
-            )
-            raise
 
-    return run_logged
+    return run_on_stream
 
 
-def _evaluator(program: Program) -> Callback:
-    """Evaluates a program."""
+def _evaluator(program: Program, pending: Sequence[Failure]) -> Callback:
+    """Evaluates a program, unless an error is `pending`, which is then raised instead."""
     count = len(program.ins)
     evaluate = program.runner()
+    if debugging():
+        evaluate = debugged(program, evaluate)
     function = program.leaf.function
 
     def run(buffers: Sequence[Any]) -> tuple[()]:
@@ -101,10 +90,16 @@ def _evaluator(program: Program) -> Callback:
 
     def run_in_thread(context: Any, *buffers: Any) -> tuple[()]:
         del context
+        if pending:
+            FAILURES.raise_in_callback()
         task = run_recorded if ACTIVE else run_in_neutral
-        if in_neutral_thread():
-            return task(buffers)
-        with Ambient.neutral():
-            return task(buffers)
+        try:
+            if in_neutral_thread():
+                return task(buffers)
+            with Ambient.neutral():
+                return task(buffers)
+        except KeyboardInterrupt:
+            deliver_again()
+            raise
 
     return run_in_thread

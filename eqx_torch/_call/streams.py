@@ -98,12 +98,4 @@ class XlaStreams:
             before.wait_stream(stream)
 
 
-def no_stream(
-    context: Any, buffers: Sequence[Any], settled: bool = False
-) -> contextlib.AbstractContextManager[None]:
-    """`XlaStreams.entered` on a CPU, where the calling thread does the work itself."""
-    del context, buffers, settled
-    return contextlib.nullcontext()
-
-
 XLA_STREAMS = XlaStreams(torch.cuda)

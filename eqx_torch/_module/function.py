@@ -151,7 +151,7 @@ class ModuleFunction(TorchFunction):
         def run(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             parameters, state, _, inference, *rest = args
             skeleton.set_mode(inference)
-            skeleton.place_constants(_device((*parameters, *state, *rest), kwargs))
+            skeleton.place_constants(_device(args, kwargs))
             skeleton.bind(parameters, state)
             _LayerNames(skeleton.module, watch)
             result = self._run(skeleton, rest, kwargs)
@@ -266,6 +266,5 @@ def _end(items: list[Callable[[], None]]) -> None:
 
 def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
     """The device of the first tensor."""
-    if not (args and isinstance(args[0], torch.Tensor)):
-        args = flatten((args, kwargs))[0]
-    return next((x.device for x in args if isinstance(x, torch.Tensor)), _CPU)
+    tensors = (x for x in flatten((args, kwargs))[0] if isinstance(x, torch.Tensor))
+    return next((x.device for x in tensors), _CPU)

@@ -20,8 +20,10 @@ from .function import (
     VmapMethod as VmapMethod,
 )
 from .leaf import (
+    input_label as input_label,
     Leaf as Leaf,
     not_a_tensor as not_a_tensor,
+    same_bits as same_bits,
     write_error as write_error,
 )
 from .record import Record as Record

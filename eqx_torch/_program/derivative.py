@@ -106,6 +106,18 @@ class Vjp(Derivative):
 
     def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
         primals, cotangents = self.split(inputs)
+        findings = self.leaf.function.findings
+        if findings.writes_cotangents is not False:
+            cotangents = [u.clone() for u in cotangents]
+        if findings.writes_cotangents is None and not functional:
+            results = self._cotangents(inputs, primals, cotangents, functional)
+            findings.writes_cotangents = any(u._version for u in cotangents)
+            return results
+        return self._cotangents(inputs, primals, cotangents, functional)
+
+    def _cotangents(
+        self, inputs: Tensors, primals: Tensors, cotangents: Tensors, functional: bool
+    ) -> list[torch.Tensor]:
         if self._complex:
             cotangents = [_conj(u) for u in cotangents]
         results = self._replay(inputs, cotangents) if self.taped and not functional else None

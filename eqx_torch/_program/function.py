@@ -35,6 +35,8 @@ class Findings:
     Attributes:
         writes: for each call site, what is known of its writes to inputs.
         forward_mode: for each program that is computed in forward mode, whether torch can.
+        writes_cotangents: whether its backward writes to the cotangents that it is given, None if
+            that is not known.
         grad_is_refused: whether `torch.autograd.grad` was refused where `backward` is not.
         batching_fails: whether `torch.func.vmap` has failed where a loop worked.
     """
@@ -43,6 +45,7 @@ class Findings:
     forward_mode: WeakKeyDictionary[Any, bool] = dataclasses.field(
         default_factory=WeakKeyDictionary
     )
+    writes_cotangents: bool | None = None
     grad_is_refused: bool = False
     batching_fails: bool = False
 

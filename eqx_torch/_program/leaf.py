@@ -130,7 +130,7 @@ class Leaf(Program):
         results = self._checked(self._result(copies, functional))
         if not functional:
             triples = enumerate(zip(tensors, copies, versions, strict=True))
-            changed = [i for i, (t, c, v) in triples if c._version != v or not _same_bits(t, c)]
+            changed = [i for i, (t, c, v) in triples if c._version != v or not same_bits(t, c)]
             self._writes.inputs = frozenset(changed)
         return results
 
@@ -253,14 +253,22 @@ class Leaf(Program):
 def write_error(leaf: Leaf, inputs: Tensors) -> InputError:
     """An input was written that earlier runs left alone; from now on it is copied."""
     written = [i for i, x in enumerate(inputs) if x._version]
-    writes = leaf.function.findings.writes_at(leaf.site)
-    writes.inputs = (writes.inputs or frozenset()).union(written)
-    names = ", ".join(leaf.function.label(leaf.site.paths[i]) for i in written)
+    findings, count = leaf.function.findings, len(leaf.ins)
+    writes = findings.writes_at(leaf.site)
+    writes.inputs = (writes.inputs or frozenset()).union(i for i in written if i < count)
+    findings.writes_cotangents = findings.writes_cotangents or any(i >= count for i in written)
+    names = ", ".join(input_label(leaf, i) for i in written)
     return InputError(
         f"`{leaf.name}` wrote to its input {names} on this call, but not on the first one, so "
         "the JAX array behind it has been changed in place. Later calls work on a copy. To avoid "
         "this, write to a copy in the function itself: `x = x.clone()`."
     )
+
+
+def input_label(leaf: Leaf, i: int) -> str:
+    """How messages call an input of a program made from `leaf`; its own inputs come first."""
+    paths = leaf.site.paths
+    return leaf.function.label(paths[i]) if i < len(paths) else "gradient"
 
 
 def not_a_tensor(function: TorchFunction, path: str, result: Any) -> str:
@@ -279,7 +287,7 @@ def not_a_tensor(function: TorchFunction, path: str, result: Any) -> str:
     )
 
 
-def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
     x, y = x.detach(), y.detach()
     if x.shape != y.shape or x.dtype != y.dtype:
         return False

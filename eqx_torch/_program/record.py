@@ -52,8 +52,10 @@ class Record(Derived):
 
     def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
         refused = self.leaf.function.findings.grad_is_refused
-        if functional or refused or (inputs and not inputs[0].is_cpu):
-            return [*self.inner.run(inputs, functional), inputs[0].new_zeros(1, dtype=torch.int32)]
+        if functional or refused or not inputs[0].is_cpu:
+            # Made on the device: to copy a token there would be to wait for it.
+            nothing = torch.zeros(1, dtype=torch.int32, device=inputs[0].device)
+            return [*self.inner.run(inputs, functional), nothing]
         copies = self._site.copies
         primals = [x.clone() for x in inputs] if copies else inputs
         active = [leaf_of(primals[i]) for i in self.wrt]

@@ -18,17 +18,18 @@ from .._program import Kind
 class TorchCall:
     """One call of torch on one device, as XLA made it.
 
-    Attributes:
-        function: the name of the torch function or module.
-        kind: "forward"; "backward" if it computed cotangents; "tangent" if it computed tangents.
-            Of a derivative of higher order, what was taken last counts.
-        program: all that was computed, for instance `vmap(vjp(f))`; a forward that keeps its graph
-            for the backward is a `record(f)`.
-        device: such as `cpu:0` or `cuda:0`.
-        thread: the operating system's number of the thread that XLA made the call from.
-        start: when it began, on the clock of `time.perf_counter`.
-        end: when it returned.
-        core_time: for how many seconds, at most `end - start`, the thread was running on a core.
+    **Attributes:**
+
+    - `function`: the name of the torch function or module.
+    - `kind`: "forward"; "backward" if it computed cotangents; "tangent" if it computed tangents.
+        Of a derivative of higher order, what was taken last counts.
+    - `program`: all that was computed, for instance `vmap(vjp(f))`; a forward that keeps its graph
+        for the backward is a `record(f)`.
+    - `device`: such as `cpu:0` or `cuda:0`.
+    - `thread`: the operating system's number of the thread that XLA made the call from.
+    - `start`: when it began, in seconds on the clock of `time.perf_counter`.
+    - `end`: when it returned.
+    - `core_time`: for how many seconds, at most `end - start`, the thread was running on a core.
     """
 
     function: str
@@ -50,13 +51,14 @@ class TorchCall:
 class Overlap:
     """How much of the time several devices ran torch calls at once.
 
-    Attributes:
-        busy: the seconds in which at least one device was in a call.
-        overlapped: the seconds in which at least two devices were.
-        mean_devices: how many devices were in a call, on average over `busy`.
-        mean_cores: how many cores their threads ran on, on average over `busy`. Threads that torch
-            starts itself (`torch.set_num_threads`) are not counted. Well below `mean_devices`, it
-            says that calls wait for a core, for a lock or for the Python interpreter.
+    **Attributes:**
+
+    - `busy`: the seconds in which at least one device was in a call.
+    - `overlapped`: the seconds in which at least two devices were.
+    - `mean_devices`: how many devices were in a call, on average over `busy`.
+    - `mean_cores`: how many cores their threads ran on, on average over `busy`. Threads that torch
+        starts itself (`torch.set_num_threads`) are not counted. Well below `mean_devices`, it
+        says that calls wait for a core, for a lock or for the Python interpreter.
     """
 
     busy: float

@@ -20,6 +20,22 @@ class Timeline:
 
     It can be read while the block runs, and does not change after it. Printed, it shows how often
     and how long each function ran.
+
+    **Attributes:**
+
+    - `events`: a tuple with a `TorchCall` for each call, by their start. Its attributes are
+        `function`, `kind`, `program`, `device`, `thread`, `start`, `end`, `duration` and
+        `core_time`.
+    - `duration`: the seconds from the beginning of the block to its end, or until now.
+
+    !!! example
+
+        >>> import jax.numpy as jnp, torch
+        >>> from eqx_torch import timeline, torch2jax
+        >>> with timeline() as record:
+        ...     y = torch2jax(torch.relu)(jnp.ones(3)).block_until_ready()
+        >>> [(call.function, call.kind) for call in record.events]
+        [('relu', 'forward')]
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -37,7 +53,23 @@ class Timeline:
         return (time.perf_counter() if end is None else end) - self._recording.start
 
     def overlap(self) -> Overlap:
-        """How much of the time several devices ran torch calls at once."""
+        """How much of the time several devices ran torch calls at once.
+
+        **Returns:**
+
+        An `Overlap`: seconds in which at least one device was in a call (`busy`) and in which at
+        least two were (`overlapped`), the `fraction` of these, and the means over `busy` of how
+        many devices were (`mean_devices`) and of how many cores they used (`mean_cores`).
+
+        !!! example
+
+            >>> import jax.numpy as jnp, torch
+            >>> from eqx_torch import timeline, torch2jax
+            >>> with timeline() as record:
+            ...     y = torch2jax(torch.relu)(jnp.ones(3)).block_until_ready()
+            >>> record.overlap().mean_devices
+            1.0
+        """
         return overlap(self.events)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
@@ -56,7 +88,16 @@ class Timeline:
 
         **Raises:**
 
-        - `EqxTorchError`: if there are no calls, or matplotlib cannot be imported.
+        `EqxTorchError` if there are no calls, or matplotlib cannot be imported.
+
+        !!! example
+
+            >>> import tempfile, jax.numpy as jnp, torch
+            >>> from eqx_torch import timeline, torch2jax
+            >>> with timeline() as record:
+            ...     y = torch2jax(torch.relu)(jnp.ones(3)).block_until_ready()
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     figure = record.plot(f"{folder}/timeline.png")
         """
         calls = self.events
         if not calls:
@@ -73,6 +114,23 @@ class Timeline:
         **Arguments:**
 
         - `path`: where to; an existing file is replaced.
+
+        **Returns:**
+
+        Nothing.
+
+        **Raises:**
+
+        `OSError` if the file cannot be written.
+
+        !!! example
+
+            >>> import tempfile, jax.numpy as jnp, torch
+            >>> from eqx_torch import timeline, torch2jax
+            >>> with timeline() as record:
+            ...     y = torch2jax(torch.relu)(jnp.ones(3)).block_until_ready()
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     record.save(f"{folder}/timeline.json")
         """
         Path(path).write_text(json.dumps(trace(self.events, self._recording.start)))
 

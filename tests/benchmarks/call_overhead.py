@@ -1,14 +1,12 @@
 """What a torch call costs inside a jitted JAX function.
 
-`python -m tests.benchmarks.call_overhead` times, in turns and in one process, `jit(jnp.add)` and
-`jit(torch2jax(torch.add))` on 8x8 arrays, and functions of 1 to 16 arrays, which give the cost of
-each further array. It prints one table and writes `tests/benchmarks/out/call_overhead.json`.
+`python -m tests.benchmarks.call_overhead` times `jit(jnp.add)` and `jit(torch2jax(torch.add))` on
+8x8 arrays, and functions of 1 to 16 arrays, which give the cost of each further array. Each call is
+waited for, with one torch thread.
 """
 
-import json
-import statistics
-import time
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,12 @@ import torch
 
 from eqx_torch import torch2jax
 
+from .harness import Burst, in_turns, OUT, Pair, pair, report, Row, Times
 
-OUT = Path(__file__).parent / "out" / "call_overhead.json"
+
 COUNTS = (1, 2, 4, 8, 16)
+# Microseconds beyond jnp.add, and for each further array.
+BEYOND_AIM, FURTHER_AIM = 7.0, 1.2
 
 
 def cases() -> dict[str, tuple[Callable[..., Any], list[jax.Array]]]:
@@ -42,75 +43,52 @@ def first_plus_one(*xs: torch.Tensor) -> torch.Tensor:
     return xs[0] + 1
 
 
-def measure(rounds: int, calls: int) -> dict[str, list[float]]:
-    """Microseconds of each call; the cases take turns, `calls` at a time."""
-    named = cases()
-    for function, arrays in named.values():
-        for _ in range(3):  # compiles; the first runs look for writes
-            jax.block_until_ready(function(*arrays))
-    times: dict[str, list[float]] = {name: [] for name in named}
-    for _ in range(rounds):
-        for name, (function, arrays) in named.items():
-            times[name].extend(one_call(function, arrays) for _ in range(calls))
-    return times
+def burst_of(function: Callable[..., Any], arrays: Sequence[jax.Array]) -> Callable[[int], Any]:
+    """Calls that are each waited for."""
+
+    def run(calls: int) -> None:
+        for _ in range(calls):
+            function(*arrays).block_until_ready()
+
+    return run
 
 
-def one_call(function: Callable[..., Any], arrays: list[jax.Array]) -> float:
-    """Microseconds until the result is there.
-
-    Calls are timed one by one, so that on a busy machine only those are slow that are interrupted.
-    """
-    start = time.perf_counter_ns()
-    function(*arrays).block_until_ready()
-    return (time.perf_counter_ns() - start) / 1000
-
-
-def summary(times: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians and bests, what torch.add costs beyond jnp.add, and the slopes over the arrays."""
-    statistic = {"median": statistics.median, "best": min}
-    figures = {
-        kind: {name: of(values) for name, values in times.items()} for kind, of in statistic.items()
+def rows_of(times: Times) -> list[Row]:
+    """The times of all cases, what torch.add costs beyond jnp.add, and the slopes."""
+    figures = {name: pair(values, 1e6) for name, values in times.items()}
+    rows = [row(name, figure) for name, figure in figures.items()]
+    beyond = {
+        kind: figures["torch.add"][kind] - figures["jnp.add"][kind] for kind in ("median", "best")
     }
-    return {
-        "microseconds": figures,
-        "torch.add beyond jnp.add": {
-            kind: values["torch.add"] - values["jnp.add"] for kind, values in figures.items()
-        },
-        "each further array": {
-            kind: {library: slope(values, library) for library in ("jax", "torch")}
-            for kind, values in figures.items()
-        },
-    }
+    rows.append(row("torch.add beyond jnp.add", beyond, BEYOND_AIM))
+    rows.append(row("jax, each further array", slopes(figures, "jax")))
+    rows.append(row("torch, each further array", slopes(figures, "torch"), FURTHER_AIM))
+    return rows
 
 
-def slope(values: dict[str, float], library: str) -> float:
-    """The least-squares slope of the times over the number of arrays."""
-    times = [values[f"{library}, {count} arrays"] for count in COUNTS]
-    return float(np.polyfit(COUNTS, times, 1)[0])
+def row(name: str, figure: Pair, aim: float | str = "") -> Row:
+    return {"call": name, "us": figure, "at most": aim}
 
 
-def print_table(result: dict[str, Any]) -> None:
-    """One line for each figure."""
-    median, best = (result["microseconds"][kind] for kind in ("median", "best"))
-    rows = [(name, median[name], best[name]) for name in median]
-    beyond, further = result["torch.add beyond jnp.add"], result["each further array"]
-    rows.append(("torch.add beyond jnp.add", beyond["median"], beyond["best"]))
-    for library in ("jax", "torch"):
-        name = f"{library}, each further array"
-        rows.append((name, further["median"][library], further["best"][library]))
-    print(f"{'microseconds a call':<30}{'median':>10}{'best':>10}")
-    for name, *figures in rows:
-        print(f"{name:<30}" + "".join(f"{figure:>10.2f}" for figure in figures))
+def slopes(figures: dict[str, Pair], library: str) -> Pair:
+    """The least-squares slopes of the times over the number of arrays."""
+    kinds = ("median", "best")
+    times = {kind: [figures[f"{library}, {n} arrays"][kind] for n in COUNTS] for kind in kinds}
+    return {kind: float(np.polyfit(COUNTS, times[kind], 1)[0]) for kind in kinds}
 
 
-def main(rounds: int = 60, calls: int = 200, out: Path = OUT) -> dict[str, Any]:
+def run(burst: Burst, out: Path = OUT) -> dict[str, Any]:
     """Measures, prints and writes."""
     torch.set_num_threads(1)
-    result = summary(measure(rounds, calls))
-    print_table(result)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=2) + "\n")
-    return result
+    times = in_turns({name: burst_of(*case) for name, case in cases().items()}, burst)
+    return report("call_overhead", rows_of(times), out)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    seconds = parser.parse_args(arguments).seconds
+    run(Burst(milliseconds=2, seconds=seconds, pause=0))
 
 
 if __name__ == "__main__":

@@ -1,31 +1,12 @@
-"""The benchmark of tracing and the example of typed calls run."""
+"""The example of typed calls runs."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import jax
-
-from .benchmarks import typed_trace
-from .helpers import assert_trees_equal
-
 
 ROOT = Path(__file__).parent.parent
-
-
-def test_the_benchmark_compares_the_same_traces():
-    annotated, explicit = typed_trace.models().values()
-    assert typed_trace.trace(annotated, 3)[0] == typed_trace.trace(explicit, 3)[0]
-    assert typed_trace.trace(annotated, 3)[0] == jax.ShapeDtypeStruct((3, 10), "float32")
-    arguments = [jax.numpy.ones(shape) for shape in ((3, 784), (1,), (10,))]
-    assert_trees_equal(annotated(*arguments), explicit(*arguments))
-
-
-def test_figures_are_medians():
-    figures = typed_trace.measure(3)
-    assert set(figures) == {"annotations", "output_shapes", "added", "repeats"}
-    assert figures["annotations"] > 0
 
 
 def test_the_example_runs():

@@ -1,0 +1,187 @@
+"""Errors of torch on one of several devices.
+
+A device that raises leaves its program. Other devices may already wait for it in a collective, and
+XLA ends a process in which they do so for 40 seconds. So in a program over several devices a torch
+call never raises. Where torch does, the call's outputs on that device are poisoned, the error is
+logged at once and stays pending, and it is raised once, by the first that comes of
+
+- a wrapped function that is called from Python, or traced;
+- a torch call in a program on one device, compiled long ago or not;
+- `check_errors()`.
+
+If none comes, it is logged again when the interpreter ends.
+
+A compiled program over several devices runs as usual while an error is pending. All its devices
+would have to raise at the same call, and they cannot agree on one: they come to it at different
+times, under control flow that may differ between them, and some of them in other processes. So a
+result is poisoned by a failure of the call that computes it, or of what that was given, and by no
+other.
+"""
+
+import atexit
+import contextlib
+import dataclasses
+import logging
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+
+from .._compat import from_dlpack
+from .._errors import EqxTorchError
+from .._program import Program
+from .poison import poison
+
+
+Callback: TypeAlias = Callable[..., tuple[()]]
+
+_LOGGER = logging.getLogger("eqx_torch")
+
+
+@dataclasses.dataclass
+class Failure:
+    """An error that was not raised where it arose, and how many have come since."""
+
+    error: BaseException
+    later: int = 0
+
+
+class Failures:
+    """The error that waits to be raised.
+
+    Invariant: `pending` holds the first error since one was last raised, or nothing. It is always
+    the same list, changed only while the lock is held, so that whoever runs often may test it
+    without the lock.
+    """
+
+    def __init__(self) -> None:
+        self.pending: list[Failure] = []
+        self._lock = threading.Lock()
+
+    def add(self, error: BaseException) -> None:
+        """Takes an error that has been logged."""
+        with self._lock:
+            if self.pending:
+                self.pending[0].later += 1
+            else:
+                self.pending.append(Failure(error))
+
+    def _taken(self) -> BaseException | None:
+        """The pending error, which then is the caller's."""
+        with self._lock:
+            if not self.pending:
+                return None
+            failure = self.pending.pop()
+        if failure.later:
+            failure.error.add_note(f"Later errors that were only logged: {failure.later}.")
+        return failure.error
+
+    def raise_pending(self) -> None:
+        """Raises the pending error if there is one."""
+        error = self._taken()
+        if error is not None:
+            raise error
+
+    def raise_in_callback(self) -> None:
+        """Raises the pending error if there is one, to XLA, which keeps only its text."""
+        error = self._taken()
+        if error is not None:
+            text = "".join(traceback.format_exception(error))
+            raise EqxTorchError(
+                f"an earlier torch call raised on one of several devices:\n\n{text}"
+            )
+
+    def log_pending(self) -> None:
+        """Logs the pending error if there is one, when it is too late to raise it."""
+        error = self._taken()
+        if error is not None:
+            _LOGGER.error(
+                "the program ends, and an error of torch on one of several devices was never "
+                "raised. `eqx_torch.check_errors()` raises such errors.",
+                exc_info=error,
+            )
+
+
+FAILURES = Failures()
+atexit.register(FAILURES.log_pending)
+
+
+def check_errors() -> None:
+    """Raises what a torch function raised on one of several devices.
+
+    In a program over several devices an error cannot be raised where it arises, since the other
+    devices may be waiting for that one in a collective. Instead the outputs of that call are
+    filled with NaN on that device (integers with their type's smallest value, bools with False),
+    the error is logged at once by the logger `"eqx_torch"`, and it is raised once: here, or before
+    that by a wrapped function that is called from Python or traced, or by a torch call of a program
+    on one device. A compiled program over several devices never raises it.
+
+    JAX runs asynchronously. To see the errors of a computation, wait for its results first:
+
+        loss.block_until_ready()
+        eqx_torch.check_errors()
+
+    **Raises:**
+
+    The first exception since one was last raised, the object that torch code raised, with its
+    traceback and a note that says on which device; nothing if there was none.
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import torch
+        >>> from eqx_torch import torch2jax
+        >>> torch2jax(torch.sin)(jnp.zeros(2)).block_until_ready()
+        Array([0., 0.], dtype=float32)
+        >>> check_errors()
+    """
+    FAILURES.raise_pending()
+
+
+def poisoning(program: Program, run: Callback, platform: str, devices: int) -> Callback:
+    """What XLA calls on each of several devices: as `run`, but it never raises.
+
+    Args:
+        program: what `run` evaluates.
+        run: takes XLA's execution context and the buffers.
+        platform: XLA's name of what it runs on.
+        devices: how many devices call it.
+    """
+    count = len(program.ins)
+    process = f" of process {jax.process_index()}" if jax.process_count() > 1 else ""
+
+    def run_poisoning(context: Any, *buffers: Any) -> tuple[()]:
+        try:
+            return run(context, *buffers)
+        except BaseException as error:
+            poison([from_dlpack(b.__dlpack__()) for b in buffers[count:]])
+            _, ordinal = buffers[-1].__dlpack_device__()
+            device = f"{platform}:{ordinal}{process}"
+            _report(error, f"`{program.leaf.name}` on device {device}, one of {devices}")
+            return ()
+
+    return run_poisoning
+
+
+def _report(error: BaseException, where: str) -> None:
+    _forget_tensors(error)
+    error.add_note(f"Raised by {where}, where its outputs were then filled with NaN.")
+    FAILURES.add(error)
+    with contextlib.suppress(Exception):  # a handler of the user's must not raise here either
+        _LOGGER.error(
+            "torch raised in %s. Its outputs there are NaN (integers: the smallest; bools: False). "
+            "The next torch call that can raises this error, or `eqx_torch.check_errors()`.",
+            where,
+            exc_info=error,
+        )
+
+
+def _forget_tensors(error: BaseException | None) -> None:
+    """Clears the frames of a traceback: their tensors lie in memory that is XLA's again."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
