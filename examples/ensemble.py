@@ -58,11 +58,11 @@ class Member(torch.nn.Module):
     @staticmethod
     def network() -> torch.nn.Sequential:
         return torch.nn.Sequential(
-            torch.nn.Linear(1, 32),
+            torch.nn.Linear(1, 64),
             torch.nn.Tanh(),
-            torch.nn.Linear(32, 32),
+            torch.nn.Linear(64, 64),
             torch.nn.Tanh(),
-            torch.nn.Linear(32, 1),
+            torch.nn.Linear(64, 1),
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
