@@ -75,8 +75,8 @@ def _may_be_mapped(of: Signature, chain: Sequence[Transformation]) -> bool:
     """Whether the types in a `jax.shard_map` of the chain are sure to fit.
 
     Cotangents, and what a scan carries, must vary over the same axes of the mesh as the results
-    and arguments whose they are. XLA cannot compile all pullbacks of empty results, and its compiler
-    for CPUs aborts at some of complex ones.
+    and arguments whose they are. XLA cannot compile all pullbacks of empty results, and for CPUs
+    not all of complex ones.
     """
     if not _may_be_sharded(of) or any(0 in y.shape for y in of.outs):
         return False
