@@ -29,7 +29,7 @@ Step = Callable[[int], Any]
 
 torch.set_num_threads(1)
 _X = jnp.linspace(-1.0, 1.0, 2**14)
-_CLEARED_EVERY = 25
+_CLEARED_EVERY = 4
 
 
 class Payload(torch.nn.Module):

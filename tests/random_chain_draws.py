@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from .random_chains import Arg, Grad, Jit, Jvp, Remat, Scan, Signature, Transformation, Vjp, Vmap
 from .random_sharding import Explicit, NAMES, ShardMap, Split
-from .random_values import Draw, INEXACT
+from .random_values import COMPLEX, Draw, INEXACT
 
 
 KINDS = (Vmap, Grad, Scan, Jit, Vjp, Jvp, Remat, ShardMap)
@@ -75,9 +75,12 @@ def _may_be_mapped(of: Signature, chain: Sequence[Transformation]) -> bool:
     """Whether the types in a `jax.shard_map` of the chain are sure to fit.
 
     Cotangents, and what a scan carries, must vary over the same axes of the mesh as the results
-    and arguments whose they are. XLA cannot compile all pullbacks of empty results.
+    and arguments whose they are. XLA cannot compile all pullbacks of empty results, and for CPUs
+    not all of complex ones.
     """
     if not _may_be_sharded(of) or any(0 in y.shape for y in of.outs):
+        return False
+    if any(x.dtype in COMPLEX for x in (*of.ins, *of.outs)):
         return False
     carries = any(isinstance(t, Scan) and t.feed for t in chain)
     return not carries and not any(isinstance(t, Vjp | ShardMap) for t in chain)
