@@ -113,7 +113,7 @@ def train(model: PyTree, tokenize, steps: int, batch_size: int) -> PyTree:
     return eqx.combine(trained, frozen)
 
 
-def main(steps: int = 120, batch_size: int = 24) -> dict[str, float]:
+def main(steps: int = 120, batch_size: int = 32) -> dict[str, float]:
     """Trains a head alone, and with the last layer; returns the accuracies."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # that the head is new is no news

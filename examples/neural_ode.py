@@ -129,7 +129,7 @@ def train(
 
 def draw(observed, expected, predicted, path: Path) -> None:
     """The paths in the plane of angle and speed, and the angles over time."""
-    figure = matplotlib.figure.Figure(figsize=(10, 4.4), dpi=100, layout="constrained")
+    figure = matplotlib.figure.Figure(figsize=(10, 4.4), dpi=110, layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(2, 3))
     left.plot(*observed.T, ".", color="#999999", markersize=3)
     left.set_title("all observations, and two pendulums", fontsize="medium")
