@@ -45,6 +45,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree, Shaped
 from tqdm import tqdm
 
+from eqx_torch import check_errors
+
 
 # Processes end when another has been silent, or has not ended with them, for so many seconds.
 TIMEOUT = 20
@@ -86,6 +88,8 @@ def train(settings: digits.Settings, directory: Path | None) -> float:
         for i in bar:
             images, labels = split(batches[i].images), split(batches[i].labels)
             *training, loss = digits.train_step(*training, optimizer, images, labels, keys[i])
+            jax.block_until_ready(training)
+            check_errors()  # of torch on a device of this process, which the others wait for
             bar.set_postfix(loss=f"{float(loss):.3f}", refresh=False)
             if saved:  # at the end of each epoch
                 saved.save(i + 1, args=ocp.args.StandardSave(eqx.filter(training, eqx.is_array)))

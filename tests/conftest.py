@@ -17,6 +17,7 @@ import jax
 import pytest
 import torch
 
+from eqx_torch import check_errors
 from eqx_torch._call import autodiff
 from eqx_torch._program import TAPES
 
@@ -43,6 +44,13 @@ def pytest_configure(config: pytest.Config) -> None:
         autodiff.is_recorded = lambda program: False
     elif tape is not None:
         TAPES.last_limit = int(tape)
+
+
+@pytest.fixture(autouse=True)
+def no_error_is_left() -> Iterator[None]:
+    """An error on one of several devices that a test did not expect fails that test."""
+    yield
+    check_errors()
 
 
 @pytest.fixture

@@ -219,7 +219,7 @@ IN_JAX: dict[str, Callable[..., Any]] = {
     "add": lambda x, y: x + y,
     "average": lambda x, y: (x + y) * 0.5,
     "cast": lambda x, dtype: x.astype(dtype),
-    "complex": jax.lax.complex,
+    "complex": lambda x, y: jax.lax.complex(*jnp.broadcast_arrays(x, y)),
     "cos": jnp.cos,
     "equal": lambda x, y: x == y,
     "exp": lambda x: jnp.exp(0.5 * x),

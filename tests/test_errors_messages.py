@@ -11,6 +11,7 @@ import torch
 from jax.sharding import AxisType, PartitionSpec as P
 
 from eqx_torch import (
+    check_errors,
     ConversionError,
     DepthError,
     DtypeError,
@@ -362,12 +363,13 @@ def test_where_in_the_output_it_is_wrong():
         jax.block_until_ready(f(X))
 
 
-def test_a_bad_call_on_replicated_inputs_raises_and_does_not_hang():
+def test_a_bad_call_on_replicated_inputs():
     mesh = explicit_mesh(2)
     with jax.set_mesh(mesh):
         f = jax.jit(torch2jax(lambda x: x[:2], output_shapes=X))
-        with pytest.raises(Exception, match="returned another shape"):
-            jax.block_until_ready(f(put(X, mesh)))
+        assert_trees_equal(f(put(X, mesh)), jnp.full(4, jnp.nan))
+        with pytest.raises(ShapeError, match="returned another shape"):
+            check_errors()
         assert_trees_equal(jax.jit(torch2jax(torch.sin))(put(X, mesh)), jnp.sin(X))
 
 
@@ -423,14 +425,20 @@ def test_an_error_on_one_of_several_devices_is_logged(caplog):
 
     mesh = jax.make_mesh((8,), ("x",))
     x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, P("x")))
-    with jax.set_mesh(mesh), pytest.raises(Exception, match="the third shard"):
+    with jax.set_mesh(mesh):
         jax.block_until_ready(torch2jax(f, output_shapes=x, out_specs=P("x"))(x))
     (record,) = [r for r in caplog.records if r.name == "eqx_torch"]
     assert record.getMessage() == (
-        "`f` raised on one of several devices. If others wait for it in a collective, XLA ends the "
-        "process after 40 seconds."
+        "torch raised in `f` on device cpu:3, one of 8. Its outputs there are NaN (integers: the "
+        "smallest; bools: False). The next torch call that can raises this error, or "
+        "`eqx_torch.check_errors()`."
     )
     assert "the third shard" in caplog.text
+    with pytest.raises(ValueError, match="the third shard") as info:
+        check_errors()
+    assert info.value.__notes__ == [
+        "Raised by `f` on device cpu:3, one of 8, where its outputs were then filled with NaN."
+    ]
 
 
 def test_errors_of_torch_say_what_torch_was_given():

@@ -159,6 +159,63 @@ def test_a_write_that_comes_later_is_an_error_once():
     assert_trees_equal(x, jnp.ones(3))
 
 
+class ScalesGradient(torch.autograd.Function):
+    """x * 2, whose backward may write to the gradient that it is given."""
+
+    writes = True
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.mul_(2) if ScalesGradient.writes else g * 2
+
+
+GRADIENTS = {
+    "eager": lambda f, x: jax.grad(f)(x),
+    "jit": lambda f, x: jax.jit(jax.grad(f))(x),
+    "vmap": lambda f, x: jax.vmap(jax.grad(lambda x: f(x[None])))(x),
+    "second derivative": lambda f, x: jax.grad(lambda x: (jax.grad(f)(x) ** 2).sum())(x),
+    "pullback": lambda f, x: jax.vjp(jax.grad(f), x)[1](x),
+    "remat": lambda f, x: jax.grad(jax.checkpoint(f))(x),
+}
+
+
+@pytest.mark.parametrize("how", GRADIENTS.values(), ids=GRADIENTS)
+@pytest.mark.parametrize("residuals", ["tape", "recompute"])
+def test_a_backward_that_writes_to_the_gradient_it_is_given(getkey, how, residuals):
+    f = torch2jax(ScalesGradient.apply, residuals=residuals, vmap_method="sequential")
+    x = random_array(getkey, (5,))
+    for _ in range(2):
+        actual = how(lambda x: (f(x) ** 3).sum(), x)
+        assert_trees_equal(actual, how(lambda x: ((2 * x) ** 3).sum(), x), rtol=1e-4)
+
+
+def test_a_cotangent_of_the_user_keeps_its_values(getkey):
+    x, u = random_array(getkey, (5,)), random_array(getkey, (5,))
+    before = jnp.array(u)
+    _, pull = jax.vjp(torch2jax(ScalesGradient.apply, residuals="recompute"), x)
+    for _ in range(2):
+        assert_trees_equal(pull(u)[0], 2 * before)
+    assert_trees_equal(u, before, exact=True)
+
+
+def test_a_backward_that_writes_later_is_an_error_once(monkeypatch):
+    monkeypatch.setattr(ScalesGradient, "writes", False)
+    x = jnp.arange(3.0)
+    f = torch2jax(ScalesGradient.apply)
+    gradient = jax.jit(jax.grad(lambda x: (f(x) ** 2).sum()))
+    assert_trees_equal(gradient(x), 8 * x)
+    monkeypatch.setattr(ScalesGradient, "writes", True)
+    message = "wrote to its input gradient on this call, but not on the first one"
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=message):
+        jax.block_until_ready(gradient(x))
+    for _ in range(2):
+        assert_trees_equal(gradient(x), 8 * x)
+
+
 def test_normalisation_statistics_of_a_closed_over_module():
     """They are the module's own, and inference leaves them alone."""
     model = torch.nn.Sequential(torch.nn.Conv1d(2, 3, 1), torch.nn.BatchNorm1d(3))

@@ -123,6 +123,10 @@ def check_errors() -> None:
         loss.block_until_ready()
         eqx_torch.check_errors()
 
+    **Returns:**
+
+    Nothing.
+
     **Raises:**
 
     The first exception since one was last raised, the object that torch code raised, with its

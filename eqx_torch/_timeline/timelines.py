@@ -23,9 +23,7 @@ class Timeline:
 
     **Attributes:**
 
-    - `events`: a tuple with a `TorchCall` for each call, by their start. Its attributes are
-        `function`, `kind`, `program`, `device`, `thread`, `start`, `end`, `duration` and
-        `core_time`.
+    - `events`: a tuple with a `TorchCall` for each call, by their start.
     - `duration`: the seconds from the beginning of the block to its end, or until now.
 
     !!! example
@@ -57,9 +55,7 @@ class Timeline:
 
         **Returns:**
 
-        An `Overlap`: seconds in which at least one device was in a call (`busy`) and in which at
-        least two were (`overlapped`), the `fraction` of these, and the means over `busy` of how
-        many devices were (`mean_devices`) and of how many cores they used (`mean_cores`).
+        An `Overlap`, all zeros if there are no calls.
 
         !!! example
 
