@@ -26,8 +26,6 @@ def pytest_report_header(config):
 @pytest.fixture(autouse=True)
 def full_precision():
     """Neither library rounds the operands of float32 products to 19 bits (TF32)."""
-    cudnn = torch.backends.cudnn
-    before, cudnn.allow_tf32 = cudnn.allow_tf32, False
-    with jax.default_matmul_precision("highest"):
+    cudnn = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+    with cudnn, jax.default_matmul_precision("highest"):
         yield
-    cudnn.allow_tf32 = before
