@@ -5,7 +5,7 @@ array and starts no JAX computation, so it can never wait for the runtime that w
 tensors it makes share memory with XLA's buffers and are valid until it returns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .._ambient import Ambient, in_neutral_thread
@@ -58,6 +58,31 @@ def _on_stream(run: Callback, settled: bool) -> Callback:
 
 def _evaluator(program: Program, pending: Sequence[Failure]) -> Callback:
     """Evaluates a program, unless an error is `pending`, which is then raised instead."""
+    run = _on_buffers(program)
+
+    def run_recorded(buffers: Sequence[Any]) -> tuple[()]:
+        with Span(program, buffers[0]):
+            return run(buffers)
+
+    def run_in_thread(context: Any, *buffers: Any) -> tuple[()]:
+        del context
+        if pending:
+            FAILURES.raise_in_callback()
+        task = run_recorded if ACTIVE else run
+        try:
+            if in_neutral_thread():
+                return task(buffers)
+            with Ambient.neutral():
+                return task(buffers)
+        except KeyboardInterrupt:
+            deliver_again()
+            raise
+
+    return run_in_thread
+
+
+def _on_buffers(program: Program) -> Callable[[Sequence[Any]], tuple[()]]:
+    """Evaluates a program in a thread without settings of its own."""
     count = len(program.ins)
     evaluate = program.runner()
     if debugging():
@@ -82,24 +107,4 @@ def _evaluator(program: Program, pending: Sequence[Failure]) -> Callback:
         finally:
             function.release()
 
-    run_in_neutral = run_and_release if function.borrows else run
-
-    def run_recorded(buffers: Sequence[Any]) -> tuple[()]:
-        with Span(program, buffers[0]):
-            return run_in_neutral(buffers)
-
-    def run_in_thread(context: Any, *buffers: Any) -> tuple[()]:
-        del context
-        if pending:
-            FAILURES.raise_in_callback()
-        task = run_recorded if ACTIVE else run_in_neutral
-        try:
-            if in_neutral_thread():
-                return task(buffers)
-            with Ambient.neutral():
-                return task(buffers)
-        except KeyboardInterrupt:
-            deliver_again()
-            raise
-
-    return run_in_thread
+    return run_and_release if function.borrows else run

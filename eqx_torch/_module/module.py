@@ -7,14 +7,14 @@ import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from .._errors import InputError, ModuleError
-from .._invoke import Arguments, invoke, PerShard
+from .._invoke import Arguments, invoke
 from .._probe import Outputs
 from .._sharding import check_replicated
 from .core import Core
 from .function import first, missing_key
+from .shards import ModuleShards, seed_of
 
 
 _ON_THE_MESH = "state = jax.device_put(state, jax.NamedSharding(mesh, P()))"
@@ -173,30 +173,6 @@ class _Own:
         return state
 
 
-class _ModuleShards(PerShard):
-    """The shards of one call draw differently; changed buffers are averaged over them."""
-
-    def __init__(self, seed: int | None, num_buffers: int) -> None:
-        self._seed = seed
-        self._num_buffers = num_buffers
-
-    def out_specs(self, out_specs: Any) -> Any:
-        return out_specs, *[P()] * self._num_buffers
-
-    def enter(self, shards: Sequence[Any], axes: frozenset[str]) -> Sequence[Any]:
-        if self._seed is None:
-            return shards
-        index = jax.lax.axis_index(tuple(sorted(axes)))
-        key = jax.random.wrap_key_data(shards[self._seed], impl="threefry2x32")
-        seed = _seed_of(jax.random.fold_in(key, index))
-        return [*shards[: self._seed], seed, *shards[self._seed + 1 :]]
-
-    def leave(self, results: list[Any], axes: frozenset[str]) -> list[Any]:
-        names = tuple(sorted(axes))
-        split = len(results) - self._num_buffers
-        return results[:split] + [_averaged(x, names) for x in results[split:]]
-
-
 def _run(
     module: TorchModule,
     buffers: dict[str, jax.Array],
@@ -225,7 +201,7 @@ def _run(
     seed = None
     if key is not None and draws != ():
         seed = len(module.params) + len(buffers)
-        seeded = (*tensors, _seed_of(key), inference, *args)
+        seeded = (*tensors, seed_of(key), inference, *args)
         arguments = Arguments(core.function, seeded, kwargs)
         restored = (*restored[:seed], None, *restored[seed:])
 
@@ -238,7 +214,7 @@ def _run(
         arguments,
         restored=restored,
         out_specs=core.options.out_specs,
-        per_shard=_ModuleShards(seed, len(buffers)),
+        per_shard=ModuleShards(seed, len(buffers)),
     )
 
 
@@ -303,15 +279,6 @@ def _check_parameters(module: TorchModule) -> None:
                 f"the torch module has {list(expected.shape)}. If this is a stack of modules, "
                 "call it under `eqx.filter_vmap`."
             )
-
-
-def _seed_of(key: jax.Array) -> jax.Array:
-    return jax.random.bits(key, (2,), jnp.uint32)
-
-
-def _averaged(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    reduce = jax.lax.pmean if jnp.issubdtype(x.dtype, jnp.inexact) else jax.lax.pmax
-    return reduce(x, axes)
 
 
 def _is_typed_key(key: Any) -> bool:

@@ -7,6 +7,7 @@ from .base import (
     TOKEN as TOKEN,
 )
 from .batch import Vmap as Vmap
+from .bits import same_bits as same_bits
 from .calculus import adjoint as adjoint, differential as differential, untaped as untaped
 from .derivative import Jvp as Jvp, Vjp as Vjp
 from .exclusive import EXCLUSIVE as EXCLUSIVE
@@ -23,7 +24,6 @@ from .leaf import (
     input_label as input_label,
     Leaf as Leaf,
     not_a_tensor as not_a_tensor,
-    same_bits as same_bits,
     write_error as write_error,
 )
 from .record import Record as Record

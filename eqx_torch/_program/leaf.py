@@ -18,6 +18,7 @@ from .._dtypes import dtype_j2t
 from .._errors import EqxTorchError, InputError, OutputError, ShapeError
 from .._trees import flatten, leaf_paths, Structure
 from .base import Indices, Program, Spec, Tensors
+from .bits import same_bits
 from .declared import as_declared
 from .function import TorchFunction, Writes
 from .site import Site
@@ -285,19 +286,6 @@ def not_a_tensor(function: TorchFunction, path: str, result: Any) -> str:
         "take torch tensors (in any nesting of tuples, lists, dicts, dataclasses and None). "
         "Return `torch.as_tensor(...)` of it, or leave it out."
     )
-
-
-def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    x, y = x.detach(), y.detach()
-    if x.shape != y.shape or x.dtype != y.dtype:
-        return False
-    return torch.equal(_bytes(x), _bytes(y))
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    # A clone's strides are those of its shape, which a view as bytes asks for.
-    x = x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    return x.view(-1).view(torch.uint8)
 
 
 def _standing_for(dtype: torch.dtype, x64: bool) -> frozenset[torch.dtype]:
