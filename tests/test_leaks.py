@@ -127,8 +127,9 @@ def test_memory_of_a_long_process_is_flat(counts):
     assert [report["name"] for report in reports] == list(counts)
     print(run.stdout)
     for report in reports:
-        # One model, whose torch module is there twice, is kept by Equinox.
-        assert report["alive"] == (2 if report["name"] == "jitted conversions" else 0), report
+        # One model, whose torch module is there twice, is kept by Equinox, with some versions of
+        # JAX until the next workload.
+        assert report["alive"] <= (2 if report["name"] == "jitted conversions" else 0), report
         assert report["MiB"] < 8, report
 
 
