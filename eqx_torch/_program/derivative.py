@@ -18,12 +18,21 @@ from .forward import (
     load_forward_mode,
 )
 from .reverse import functional_pullback, is_refusal, pullback, replayed_pullback
-from .tape import Tape, TAPES
+from .tape import Tape, TAPES, TapeSite
+
+
+class _Taped(Derivative):
+    """A derivative that may be computed by the graph that `Record` has kept of `inner`."""
+
+    @functools.cached_property
+    def tape_site(self) -> TapeSite:
+        """Where the graphs of `inner` are kept."""
+        return TAPES.site(self.inner)
 
 
 @cached_weakly
 @dataclasses.dataclass(frozen=True, repr=False)
-class Jvp(Derivative):
+class Jvp(_Taped):
     """The tangents of the outputs `of` of `inner`.
 
     Takes the primals, a token if `taped`, and a tangent for each input in `wrt`; gives one tangent
@@ -78,7 +87,7 @@ class Jvp(Derivative):
 
 @cached_weakly
 @dataclasses.dataclass(frozen=True, repr=False)
-class Vjp(Derivative):
+class Vjp(_Taped):
     """The cotangents of the inputs `wrt` of `inner`.
 
     Takes the primals, a token if `taped`, and a cotangent for each output in `of`; gives one for
@@ -153,12 +162,12 @@ class Vjp(Derivative):
             tape.kept.release()
 
 
-def _taken(program: Derivative, inputs: Tensors) -> Tape | None:
+def _taken(program: _Taped, inputs: Tensors) -> Tape | None:
     """The recorded graph that the token names, if it is valid."""
     primals, token = inputs[: len(program.inner.ins)], inputs[len(program.inner.ins)]
     if not token.is_cpu:  # reading it would wait for the device
         return None
-    return TAPES.take(TAPES.site(program.inner), int(token), primals, program.wrt)
+    return TAPES.take(program.tape_site, int(token), primals, program.wrt)
 
 
 def _drop(jvp: Jvp, inputs: Tensors) -> None:
