@@ -105,7 +105,7 @@ def draw(x, y, places, predictions, path: Path) -> None:
     axes.plot(places, mean, color=blue, linewidth=2, label="mean of the members")
     axes.plot(places, truth(places), "--", color="#333333", linewidth=1.2, label="truth")
     axes.plot(x, y, "o", color="#dd8452", markersize=4, label="data")
-    axes.set(xlim=(places[0], places[-1]), ylim=(-4, 4.5))
+    axes.set(xlim=(places[0], places[-1]), ylim=(-4, 4.5), xlabel="x", ylabel="y")
     axes.set_title(f"{len(predictions)} torch networks agree where there are data")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left")
