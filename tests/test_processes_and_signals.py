@@ -220,3 +220,59 @@ def test_the_number_of_threads_stays_bounded(calls, torch_threads):
     before, early, late = _threads(calls, torch_threads)
     assert early <= before + 8 * (1 + torch_threads)
     assert late <= early + torch_threads
+
+
+UNAWAITED = """
+import atexit, sys, threading, time
+
+calls = []
+atexit.register(lambda: print(len(calls)))  # the last hook to run, since it is the first
+
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from eqx_torch import torch2jax
+
+where, thread = sys.argv[1:]
+
+def slow(x):
+    time.sleep(0.05)
+    calls.append(None)
+    return x.sin()
+
+x = jnp.ones(8)
+if where == "behind":  # of a computation, so that torch runs in a thread of XLA's
+    matrix = jnp.ones((1000, 1000))
+    before = jax.jit(lambda a: (a @ a @ a @ a)[0, :8] * 0)
+    f = jax.jit(lambda x: torch2jax(slow, output_shapes=x)(x))
+    call = lambda: f(x + before(matrix))
+else:
+    jax.set_mesh(jax.make_mesh((8,), ("x",)))
+    x = jax.device_put(x, P("x"))
+    f = jax.jit(lambda x: torch2jax(slow, output_shapes=x, out_specs=P("x"))(x))
+    call = lambda: f(x)
+jax.block_until_ready(call())
+calls.clear()
+
+def run():
+    for _ in range(5):
+        call()
+
+if thread == "main":
+    run()
+else:
+    other = threading.Thread(target=run)
+    other.start()
+    other.join()
+print(len(calls))
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "thread", "expected"),
+    [("behind", "main", 5), ("mesh", "main", 40), ("mesh", "other", 40)],
+)
+def test_a_program_that_ends_first_finishes_its_torch_calls(where, thread, expected):
+    out, _ = run_script(UNAWAITED, where, thread, timeout=240)
+    at_the_end, after = map(int, out.split())
+    assert at_the_end < expected, "or this test is in vain"
+    assert after == expected

@@ -13,6 +13,7 @@ from .._compat import from_dlpack
 from .._program import Lock, Program, write_error
 from .._timeline import ACTIVE, Span
 from .debug import debugged, debugging
+from .ending import ENDING
 from .failures import Callback, Failure, FAILURES, poisoning
 from .interrupts import deliver_again
 from .streams import XLA_STREAMS
@@ -28,6 +29,7 @@ def callback(program: Program, platform: str, devices: int) -> Callback:
         platform: XLA's name of what it runs on.
         devices: how many devices call the function.
     """
+    ENDING.waits_for(platform)
     lock = program.leaf.function.lock
     # Contexts with nothing in them would be a twentieth of what a call costs.
     run = _evaluator(program, FAILURES.pending if devices == 1 else ())

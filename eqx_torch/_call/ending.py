@@ -1,0 +1,62 @@
+"""The end of the interpreter, which waits for the programs that call torch.
+
+JAX returns before a program has run. A thread of XLA's that asks for Python while the interpreter
+ends is stopped by Python, and the process aborts. JAX waits only for programs with effects, and a
+torch call has none. So before the interpreter ends, this waits for every array that is alive, and
+then for two small programs, one on all devices and one on the first. They run after those that were
+asked for before: on a GPU by the order of its stream; on a CPU because XLA begins a program over
+several devices when the last such program is done, and one on a single device when the last such
+program of the same thread is done.
+
+What remains is a program on one device of a CPU whose results nobody holds, asked for in another
+thread than the main one.
+"""
+
+import atexit
+import contextlib
+import os
+
+import jax
+import numpy as np
+
+
+class Ending:
+    """The platforms on which torch is called.
+
+    Invariant: unless `platforms` is empty, `process` is the one in which they were noted. XLA's
+    threads do not exist in those that were forked from it.
+    """
+
+    def __init__(self) -> None:
+        self.platforms: set[str] = set()
+        self.process: int | None = None
+
+    def waits_for(self, platform: str) -> None:
+        """Notes that programs on a platform call torch."""
+        self.platforms.add(platform)
+        self.process = os.getpid()
+
+    def wait(self) -> None:
+        """Returns when no program that was asked for in this process will call torch any more."""
+        if self.process != os.getpid():
+            return
+        for platform in self.platforms:
+            # A program that failed has ended, too.
+            for array in jax.live_arrays(platform):
+                with contextlib.suppress(Exception):
+                    array.block_until_ready()
+            devices = jax.local_devices(backend=platform)
+            for some in (devices, devices[:1]):
+                with contextlib.suppress(Exception):
+                    _run_after_others(jax.make_mesh((len(some),), ("devices",), devices=some))
+
+
+def _run_after_others(mesh: jax.sharding.Mesh) -> None:
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(np.zeros(mesh.size, np.float32), sharding)
+        jax.jit(jax.lax.neg)(x).block_until_ready()
+
+
+ENDING = Ending()
+atexit.register(ENDING.wait)
