@@ -23,6 +23,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir, partial_eval
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from torch._C import (
+    # Whether torch has a batching rule for an operator, which public names do not say.
+    _dispatch_has_kernel_for_dispatch_key as _has_kernel,
     # `torch.from_dlpack` takes a capsule too, but is a Python function: 0.5 us more for each array.
     _from_dlpack as from_dlpack,
     # Public is only the question for one kind of device, of which there are several.
@@ -34,6 +36,11 @@ from torch._C import (
     _set_fwd_grad_enabled as set_forward_grad_enabled,
     _set_grad_enabled as set_grad_enabled,
 )
+from torch._functorch.autograd_function import (
+    # What `torch.library.register_vmap` uses, which refuses operators with keyword-only tensors.
+    custom_function_call_vmap_helper,
+)
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._functorch.vmap import (
     # `torch.func.vmap` is these and trees of arguments, which cost it more than a small function.
     _add_batch_dim,
@@ -68,6 +75,14 @@ __all__ = [
     "torch_function_modes",
     "without_modes",
 ]
+
+# What `torch.nn.functional.scaled_dot_product_attention` calls on a CPU, and its pullback.
+CPU_ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+
+_LIBRARY = torch.library.Library("aten", "IMPL")  # its registrations end with it
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -142,6 +157,35 @@ def batched(
         members = [x if axis is None else _add_batch_dim(x, axis, level) for x, axis in pairs]
         outs = zip(function(*members), out_axes, strict=True)
         return [_remove_batch_dim(y, level, size, axis) for y, axis in outs]
+
+
+def register_batching_rule(operator: torch._ops.OpOverload, rule: Callable[..., Any]) -> None:
+    """Registers how `torch.func.vmap` calls an operator of torch's, if torch does not know.
+
+    `rule` takes the operator as a function of positional arguments, the batch's size, its axis in
+    each argument (None in those that are the same for all members), and the arguments by name. It
+    returns a tuple of results with the batch as first axis.
+    """
+    if _has_kernel(operator.name(), "FuncTorchBatched"):
+        return
+    parameters = operator._schema.arguments
+    names = [p.name for p in parameters]
+    positional = sum(not p.kwarg_only for p in parameters)
+
+    def call(*values: Any) -> Any:
+        named = zip(names[positional:], values[positional:], strict=True)
+        return operator(*values[:positional], **dict(named))
+
+    def batch(info: Any, axes: Sequence[int | None], *values: Any) -> Any:
+        results = rule(call, info.batch_size, axes, dict(zip(names, values, strict=True)))
+        return results, (0,) * len(results)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        rest = [kwargs.get(p.name, p.default_value) for p in parameters[len(args) :]]
+        interpreter: Any = retrieve_current_functorch_interpreter()
+        return custom_function_call_vmap_helper(interpreter, batch, call, *args, *rest)
+
+    _LIBRARY.impl(operator, kernel, "FuncTorchBatched")
 
 
 def register_dce(

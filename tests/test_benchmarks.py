@@ -184,7 +184,6 @@ def test_batches(tmp_path, capsys, function):
     assert_written(result, tmp_path, capsys)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # attention on a CPU
 @pytest.mark.parametrize("case", vmap.cases(), ids=lambda case: case.name)
 def test_every_batched_forward_is_torchs(case):
     vmap.check(case.name, vmap.forwards(case, 2))

@@ -9,6 +9,7 @@ import torch
 
 from .._compat import batched, cached_weakly
 from .._dtypes import dtype_j2t
+from .attention import load_attention
 from .base import Derived, Indices, Program, Spec, Tensors
 
 
@@ -55,6 +56,10 @@ class Vmap(Derived):
         in_axes = tuple(None if a is None else a + 1 for a in self.in_axes)
         out_axes = tuple(None if a is None else a + 1 for a in self.out_axes)
         return Vmap(self.inner.broadcast(size, shared), in_axes, out_axes, self.size)
+
+    def prepare(self) -> None:
+        load_attention()
+        self.inner.prepare()
 
     def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
         if self.size == 0:
