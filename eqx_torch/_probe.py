@@ -125,8 +125,25 @@ def _not_inferred(
     return (
         f"cannot infer what `{function.name}` returns for {inputs}: running it on zeros of these "
         f"shapes raised {type(error).__name__}: {error}\n"
+        f"{_numbers(function, site, error)}"
         "If the inputs are right, declare the outputs: `output_shapes=` takes a tree of "
         "`jax.ShapeDtypeStruct`, and the function is then not run to infer them."
+    )
+
+
+def _numbers(function: TorchFunction, site: Site, error: Exception) -> str:
+    """What to know about the Python numbers of a call that is no call for them."""
+    pairs = zip(leaf_paths(site.structure), site.statics, strict=True)
+    numbers = [
+        f"{function.label(path)} {static.value!r}"
+        for path, static in pairs
+        if static is not None and type(static.value) in (int, float, complex)
+    ]
+    if not numbers or not isinstance(error, TypeError | AttributeError):
+        return ""
+    return (
+        f"Python numbers reach torch as they are ({', '.join(numbers)}). Where it needs a tensor, "
+        "pass `jax.numpy.asarray` of them.\n"
     )
 
 

@@ -277,6 +277,19 @@ def test_an_output_that_cannot_be_inferred():
     assert_trees_equal(torch2jax(f, output_shapes=X)(X), jnp.ones(4))
 
 
+@pytest.mark.parametrize("f", [torch.sin, lambda x, y: y.sin() + x])
+def test_a_number_where_torch_needs_a_tensor(f):
+    args = (X, 2.5) if f is not torch.sin else (2.5,)
+    message = (
+        f"Python numbers reach torch as they are (argument {len(args) - 1} 2.5). Where it needs a "
+        "tensor, pass `jax.numpy.asarray` of them.\n"
+    )
+    with pytest.raises(ShapeError, match=re.escape(message)):
+        torch2jax(f)(*args)
+    arrays = [jnp.asarray(x) for x in args]
+    assert_trees_equal(torch2jax(f)(*arrays), f(*map(torch.from_dlpack, arrays)))
+
+
 def test_a_wrong_shape_of_inputs_is_torchs_own_message():
     f = torch2jax(torch.matmul)
     message = "inner_dim|size mismatch|must have the same reduction dim|cannot be multiplied"

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from eqx_torch import (
     from_torch,
     load_state_dict,
+    ModuleError,
     stack_modules,
     state_dict,
     t2j,
@@ -373,3 +374,14 @@ def test_a_hundred_conversions_leave_memory_flat():
     for _ in range(100):
         convert()
     assert _memory() - before < 100e6
+
+
+@pytest.mark.parametrize("function", [to_torch, state_dict, load_state_dict])
+def test_a_torch_module_in_place_of_a_model(function):
+    args = (torch.nn.Linear(2, 2), {}) if function is load_state_dict else (torch.nn.Linear(2, 2),)
+    message = (
+        f"^`{function.__name__}` takes a model made by `from_torch`, but got a Linear, which is a "
+        "torch module already.$"
+    )
+    with pytest.raises(ModuleError, match=message):
+        function(*args)

@@ -44,25 +44,7 @@ def to_torch(model: TorchModule, state: eqx.nn.State | None = None) -> torch.nn.
         Linear(in_features=3, out_features=2, bias=True)
     """
     _check_model("to_torch", model)
-    core = model.core
-    blueprint = core.blueprint
-    names = blueprint.names
-    count = len(names.parameters)
-    buffers = _buffers(model, state)
-    arrays = [model.params[n] for n in names.parameters] + [buffers[n] for n in names.state]
-    placeholders = [*blueprint.parameters, *blueprint.state]
-    constants = blueprint.constants
-    memo: dict[int, Any] = {id(constants[i]): t.clone() for i, t in blueprint.precise.items()}
-    for i, (old, array, dtype) in enumerate(zip(placeholders, arrays, core.dtypes, strict=True)):
-        new = torch.empty_like(old, device="cpu", dtype=dtype, requires_grad=False)
-        with torch.no_grad():
-            new.copy_(j2t(np.asarray(jax.device_get(array))))
-        memo[id(old)] = torch.nn.Parameter(new, old.requires_grad) if i < count else new
-    module = copied(blueprint.module, memo)
-    flags = blueprint.training_flags(bool(model.inference))
-    for submodule, flag in zip(module.modules(), flags, strict=True):
-        submodule.training = flag
-    return module
+    return _torch_module(model, state)
 
 
 def state_dict(model: TorchModule, state: eqx.nn.State | None = None) -> dict[str, Any]:
@@ -88,7 +70,8 @@ def state_dict(model: TorchModule, state: eqx.nn.State | None = None) -> dict[st
         >>> list(state_dict(from_torch(torch.nn.Linear(3, 2))))
         ['weight', 'bias']
     """
-    return dict(to_torch(model, state).state_dict())
+    _check_model("state_dict", model)
+    return dict(_torch_module(model, state).state_dict())
 
 
 def load_state_dict(
@@ -121,7 +104,7 @@ def load_state_dict(
         True
     """
     _check_model("load_state_dict", model)
-    module = to_torch(model, state)
+    module = _torch_module(model, state)
     module.load_state_dict(sd)
     names = model.core.blueprint.names
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -136,10 +119,34 @@ def load_state_dict(
     return eqx.tree_at(lambda m: m.buffers.init, new, buffers)
 
 
+def _torch_module(model: TorchModule, state: eqx.nn.State | None) -> torch.nn.Module:
+    core = model.core
+    blueprint = core.blueprint
+    names = blueprint.names
+    count = len(names.parameters)
+    buffers = _buffers(model, state)
+    arrays = [model.params[n] for n in names.parameters] + [buffers[n] for n in names.state]
+    placeholders = [*blueprint.parameters, *blueprint.state]
+    constants = blueprint.constants
+    memo: dict[int, Any] = {id(constants[i]): t.clone() for i, t in blueprint.precise.items()}
+    for i, (old, array, dtype) in enumerate(zip(placeholders, arrays, core.dtypes, strict=True)):
+        new = torch.empty_like(old, device="cpu", dtype=dtype, requires_grad=False)
+        with torch.no_grad():
+            new.copy_(j2t(np.asarray(jax.device_get(array))))
+        memo[id(old)] = torch.nn.Parameter(new, old.requires_grad) if i < count else new
+    module = copied(blueprint.module, memo)
+    flags = blueprint.training_flags(bool(model.inference))
+    for submodule, flag in zip(module.modules(), flags, strict=True):
+        submodule.training = flag
+    return module
+
+
 def _check_model(function: str, model: Any) -> None:
     if not isinstance(model, TorchModule):
+        already = ", which is a torch module already" * isinstance(model, torch.nn.Module)
         raise ModuleError(
-            f"`{function}` takes a model made by `from_torch`, but got a {type(model).__name__}."
+            f"`{function}` takes a model made by `from_torch`, but got a "
+            f"{type(model).__name__}{already}."
         )
     names, placeholders = model.core.blueprint.names.parameters, model.core.blueprint.parameters
     for name, expected in zip(names, placeholders, strict=True):
