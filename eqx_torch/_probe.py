@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import logging
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,8 +19,9 @@ import torch
 
 from ._compat import FakeTensorMode
 from ._dtypes import canonical_dtype, dtype_j2t
-from ._errors import EqxTorchError, OutputError, ShapeError
-from ._program import not_a_tensor, Site, Spec, TorchFunction
+from ._errors import EqxTorchError, InputError, OutputError, ShapeError
+from ._program import Effects, not_a_tensor, PROCESS_LOCK, Site, Spec, TorchFunction
+from ._swaps import Swaps
 from ._trees import flatten, leaf_paths, Structure
 from ._watch import Exposure, Watch
 
@@ -41,49 +43,69 @@ def probe(function: TorchFunction, site: Site, in_specs: Sequence[Spec]) -> Outp
         OutputError: it returned something other than tensors.
     """
     try:
-        return _run(function, site, in_specs, _fake_tensors, "one run on fake tensors")
+        trial = _try(function, site, in_specs, _fake_tensors, "one run on fake tensors")
     except EqxTorchError:
         raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
+    except Exception as refusal:
+        trial = _try_on_zeros(function, site, in_specs, refusal)
+    function.learn(site, trial.effects, trial.watch)
+    return trial.outputs
+
+
+@dataclasses.dataclass
+class _Trial:
+    outputs: Outputs
+    effects: Effects
+    watch: Watch
+
+
+def _try_on_zeros(
+    function: TorchFunction, site: Site, in_specs: Sequence[Spec], refusal: Exception
+) -> _Trial:
     try:
-        outputs = _run(function, site, in_specs, _real_tensors, "one run on zeros")
+        trial = _try(function, site, in_specs, _real_tensors, "one run on zeros")
     except EqxTorchError:
         raise
     except Exception as error:
-        raise ShapeError(_not_inferred(function, site, in_specs, error)) from error
-    _check_fixed(function, site, in_specs, outputs, reason)
+        raise _not_inferred(function, site, in_specs, error, refusal) from error
+    reason = f"{type(refusal).__name__}: {refusal}"
+    _check_fixed(function, in_specs, trial.outputs, reason)
     warnings.warn(
         f"the output shapes of `{function.name}` were inferred by running it on zeros, because "
         f"it does not run on tensors without values: {reason.splitlines()[0]}\n"
         "Declare them by `output_shapes=` to save this run, and if they depend on values.",
-        stacklevel=2,
+        stacklevel=3,
     )
-    return outputs
+    return trial
 
 
-def _run(
+def _try(
     function: TorchFunction,
     site: Site,
     in_specs: Sequence[Spec],
     tensors: Callable[[], contextlib.AbstractContextManager[Exposure]],
     source: str,
-    fill: int = 0,
-) -> Outputs:
+) -> _Trial:
     watch = Watch()
-    with site.ambient.in_force(), _eager(), function.trial(watch) as trial, tensors() as exposure:
+    # Calls that run now may have put their tensors in the place of parameters that this run reads.
+    with (
+        function.lock or PROCESS_LOCK,
+        site.ambient.in_force(),
+        _eager(),
+        function.trial(watch) as trial,
+        tensors() as exposure,
+    ):
         pairs = zip(in_specs, site.restored, strict=True)
-        inputs = [_filled(spec, dtype, fill) for spec, dtype in pairs]
+        inputs = [_zeros(spec, dtype) for spec, dtype in pairs]
         args, kwargs = site.arguments(inputs)
         try:
-            with watch:
+            with watch, Swaps() as swaps:
                 result = trial(args, kwargs)
         finally:
             watch.undo()
     outputs = _outputs(function, result, source)
     written = frozenset(i for i, x in enumerate(inputs) if watch.wrote(x) or exposure.exposed(x))
-    function.learn(site, written, watch)
-    return outputs
+    return _Trial(outputs, Effects(written, swaps.any), watch)
 
 
 def _outputs(function: TorchFunction, result: Any, source: str) -> Outputs:
@@ -95,10 +117,9 @@ def _outputs(function: TorchFunction, result: Any, source: str) -> Outputs:
     return Outputs(specs, structure, source)
 
 
-def _filled(spec: Spec, restored: torch.dtype | None, fill: int) -> torch.Tensor:
+def _zeros(spec: Spec, restored: torch.dtype | None) -> torch.Tensor:
     dtype = dtype_j2t(spec.dtype) if restored is None else restored
-    zeros = torch.zeros(spec.shape, dtype=dtype, device=_device())
-    return zeros + fill if fill else zeros
+    return torch.zeros(spec.shape, dtype=dtype, device=_device())
 
 
 def _device() -> torch.device:
@@ -119,55 +140,79 @@ def _fake_tensors() -> Iterator[Exposure]:
 
 
 def _not_inferred(
-    function: TorchFunction, site: Site, in_specs: Sequence[Spec], error: Exception
-) -> str:
+    function: TorchFunction,
+    site: Site,
+    in_specs: Sequence[Spec],
+    error: Exception,
+    refusal: Exception,
+) -> EqxTorchError:
+    """The error for a function that raised `error` on zeros, and `refusal` on fake tensors."""
+    misfit = function.misfit(site)
+    if misfit:
+        return InputError(f"`{function.name}` was called with wrong arguments: {misfit}.")
     inputs = function.described(site, [f"{s.dtype}{list(s.shape)}" for s in in_specs])
-    return (
+    return ShapeError(
         f"cannot infer what `{function.name}` returns for {inputs}: running it on zeros of these "
-        f"shapes raised {type(error).__name__}: {error}\n"
-        f"{_numbers(function, site, error)}"
-        "If the inputs are right, declare the outputs: `output_shapes=` takes a tree of "
+        f"shapes raised {type(error).__name__}: {error}"
+        f"{_advice(function, site, error, refusal)}"
+    )
+
+
+def _advice(function: TorchFunction, site: Site, error: Exception, refusal: Exception) -> str:
+    numbers = _numbers(function, site)
+    if _is_about_jax(error):
+        return (
+            "\nTorch code met a JAX array, or JAX a tensor. Pass arrays as arguments instead of "
+            "closing over them, and call torch's functions on them."
+        )
+    if numbers and isinstance(error, TypeError | AttributeError):
+        return (
+            f"\nPython numbers reach torch as they are ({numbers}). Where it needs a tensor, pass "
+            "`jax.numpy.asarray` of them."
+        )
+    if type(error) is type(refusal):  # without values, so it is none of these zeros that is wrong
+        return ""
+    return (
+        "\nIf the inputs are right, declare the outputs: `output_shapes=` takes a tree of "
         "`jax.ShapeDtypeStruct`, and the function is then not run to infer them."
     )
 
 
-def _numbers(function: TorchFunction, site: Site, error: Exception) -> str:
-    """What to know about the Python numbers of a call that is no call for them."""
+def _is_about_jax(error: Exception) -> bool:
+    """Whether torch code met a JAX array, or JAX code a tensor."""
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
+    named = any(name in str(error) for name in ("ArrayImpl", "Tracer", "<class 'torch.Tensor'>"))
+    return named or any(name.split(".")[0] in ("jax", "jaxlib") for name in modules)
+
+
+def _numbers(function: TorchFunction, site: Site) -> str:
+    """The Python numbers of a call, by name."""
     pairs = zip(leaf_paths(site.structure), site.statics, strict=True)
-    numbers = [
+    return ", ".join(
         f"{function.label(path)} {static.value!r}"
         for path, static in pairs
         if static is not None and type(static.value) in (int, float, complex)
-    ]
-    if not numbers or not isinstance(error, TypeError | AttributeError):
-        return ""
-    return (
-        f"Python numbers reach torch as they are ({', '.join(numbers)}). Where it needs a tensor, "
-        "pass `jax.numpy.asarray` of them.\n"
     )
 
 
 def _check_fixed(
-    function: TorchFunction, site: Site, in_specs: Sequence[Spec], outputs: Outputs, reason: str
+    function: TorchFunction, in_specs: Sequence[Spec], outputs: Outputs, reason: str
 ) -> None:
-    """Raises if the shapes of the outputs depend on the values of the inputs.
+    """Raises if an output that is empty for zeros may not be empty for other values.
 
-    Where an output is empty for zeros, XLA may see no need to call the function at all, and no
-    check would ever tell that it is not empty for other values.
+    XLA sees no need to call a function whose outputs are all empty, so no check would ever tell.
     """
-    if all(spec.shape.count(0) == 0 for spec in outputs.specs):
+    if not any(0 in spec.shape for spec in outputs.specs):
         return
-    try:
-        others = _run(function, site, in_specs, _real_tensors, "one run on ones", fill=1)
-    except Exception:  # zeros are valid where ones are not: as positions in an axis of size one
+    if all(0 in spec.shape for spec in in_specs):
         return
-    if others.specs != outputs.specs:
-        raise ShapeError(
-            f"the shapes that `{function.name}` returns depend on the values of its inputs "
-            f"({reason.splitlines()[0]}), but in JAX they are fixed when a program is traced. "
-            "Return a mask or `torch.where(...)` of fixed shape, or declare one shape by "
-            "`output_shapes=` and pad to it."
-        )
+    raise ShapeError(
+        f"the shapes that `{function.name}` returns seem to depend on the values of its inputs "
+        f"({reason.splitlines()[0]}; for zeros it returns an empty tensor), but in JAX they are "
+        "fixed when a program is traced. Return a mask or `torch.where(...)` of fixed shape, or "
+        "declare one shape by `output_shapes=` and pad to it."
+    )
 
 
 @contextlib.contextmanager

@@ -9,15 +9,15 @@ call.
 
 import contextlib
 import functools
-import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from ._compat import TorchDispatchMode, without_modes
+from ._reachable import CachedFunction, globals_of, reachable
 
 
 # These write running statistics without saying so in their schema.
@@ -36,9 +36,6 @@ _EXPOSING = (
     torch.Tensor.storage,
     torch.Tensor.untyped_storage,
 )
-
-_Cached = type(functools.lru_cache(lambda: None))
-_OPAQUE = (type, types.ModuleType, str, int, float, complex, bytes)
 
 
 class Watch(TorchDispatchMode):
@@ -154,13 +151,7 @@ def _restorers(root: Any) -> list[Callable[[], bool]]:
     Each returns whether the call has.
     """
     found: list[Callable[[], bool]] = []
-    seen: set[int] = set()
-    pending = [root]
-    while pending:
-        item = pending.pop()
-        if item is None or isinstance(item, _OPAQUE) or id(item) in seen:
-            continue
-        seen.add(id(item))
+    for item in reachable(root):
         if isinstance(item, torch.Tensor):
             if item.is_leaf and item.requires_grad:
                 found.append(functools.partial(_put_back, item, "grad", item.grad))
@@ -169,53 +160,10 @@ def _restorers(root: Any) -> list[Callable[[], bool]]:
         elif isinstance(item, types.CellType):
             found.append(functools.partial(_put_back, item, "cell_contents", item.cell_contents))
         elif isinstance(item, types.FunctionType):
-            names = {n: item.__globals__[n] for n in _globals_of(item.__code__, item.__globals__)}
-            found.append(functools.partial(_rebind, item.__globals__, names))
-            pending.extend(names.values())
-        elif isinstance(item, _Cached):
+            found.append(functools.partial(_rebind, item.__globals__, globals_of(item)))
+        elif isinstance(item, CachedFunction):
             found.append(functools.partial(_empty_if_used, item, item.cache_info()))
-        pending.extend(_neighbours(item))
     return found
-
-
-def _neighbours(item: Any) -> Iterable[Any]:
-    if isinstance(item, dict):
-        return item.values()
-    if isinstance(item, list | tuple | set):
-        return item
-    if isinstance(item, functools.partial):
-        return [item.func, item.args, item.keywords]
-    if isinstance(item, types.MethodType):
-        return [item.__func__, item.__self__]
-    if isinstance(item, types.CellType):
-        return [item.cell_contents]
-    if isinstance(item, types.FunctionType):
-        cells = [c for c in item.__closure__ or () if _is_filled(c)]
-        return [*cells, item.__defaults__, item.__kwdefaults__, item.__dict__]
-    if isinstance(item, _Cached):
-        return [item.__wrapped__]
-    return [item.__dict__] if _is_users(item) else []
-
-
-def _is_users(item: Any) -> bool:
-    """Whether an object's attributes are open: those of libraries are theirs alone."""
-    package = type(item).__module__.partition(".")[0]
-    library = package in sys.stdlib_module_names or package in ("jax", "jaxlib", "numpy", "torch")
-    open_ = isinstance(item, torch.nn.Module) or not library
-    return open_ and isinstance(getattr(item, "__dict__", None), dict)
-
-
-def _globals_of(code: types.CodeType, scope: dict[str, Any]) -> set[str]:
-    """The global names in a function's code, that of functions inside it included."""
-    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    return {n for n in code.co_names if n in scope}.union(*(_globals_of(c, scope) for c in inner))
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
 
 
 def _put_back(item: Any, name: str, value: Any) -> bool:

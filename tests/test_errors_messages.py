@@ -282,12 +282,49 @@ def test_a_number_where_torch_needs_a_tensor(f):
     args = (X, 2.5) if f is not torch.sin else (2.5,)
     message = (
         f"Python numbers reach torch as they are (argument {len(args) - 1} 2.5). Where it needs a "
-        "tensor, pass `jax.numpy.asarray` of them.\n"
+        "tensor, pass `jax.numpy.asarray` of them."
     )
     with pytest.raises(ShapeError, match=re.escape(message)):
         torch2jax(f)(*args)
     arrays = [jnp.asarray(x) for x in args]
     assert_trees_equal(torch2jax(f)(*arrays), f(*map(torch.from_dlpack, arrays)))
+
+
+def _keyword_only(x, *, y):
+    return x + y
+
+
+MISFITS = {
+    "missing": (lambda f: f(X), "missing a required argument: 'y'"),
+    "by position": (lambda f: f(X, X), "too many positional arguments"),
+    "unknown": (lambda f: f(X, y=X, z=1), "got an unexpected keyword argument 'z'"),
+}
+
+
+@pytest.mark.parametrize(("call", "reason"), MISFITS.values(), ids=MISFITS)
+def test_arguments_that_do_not_fit(call, reason):
+    with pytest.raises(InputError) as info:
+        call(torch2jax(_keyword_only))
+    assert str(info.value) == f"`_keyword_only` was called with wrong arguments: {reason}."
+
+
+@pytest.mark.parametrize(
+    "f", [lambda x: x * X, lambda x: X + x, lambda x: jnp.sin(x), lambda x: torch.sin(X)]
+)
+def test_jax_arrays_in_torch_code(f):
+    message = (
+        "\nTorch code met a JAX array, or JAX a tensor. Pass arrays as arguments instead of "
+        "closing over them, and call torch's functions on them."
+    )
+    with pytest.raises(ShapeError) as info:
+        torch2jax(f)(X)
+    assert str(info.value).endswith(message)
+
+
+def test_a_mistake_that_no_values_are_needed_for_gets_no_advice_on_values():
+    with pytest.raises(ShapeError) as info:
+        torch2jax(lambda x: x @ torch.ones(7))(X)
+    assert "output_shapes" not in str(info.value)
 
 
 def test_a_wrong_shape_of_inputs_is_torchs_own_message():
@@ -471,8 +508,8 @@ def test_shapes_that_depend_on_values():
     with pytest.raises(ShapeError) as info:
         torch2jax(lambda x: x[x > 0])(jnp.ones(3))
     assert str(info.value) == (
-        "the shapes that `<lambda>` returns depend on the values of its inputs "
-        "(DynamicOutputShapeException: aten.nonzero.default), but in JAX they are fixed when a "
-        "program is traced. Return a mask or `torch.where(...)` of fixed shape, or declare one "
-        "shape by `output_shapes=` and pad to it."
+        "the shapes that `<lambda>` returns seem to depend on the values of its inputs "
+        "(DynamicOutputShapeException: aten.nonzero.default; for zeros it returns an empty "
+        "tensor), but in JAX they are fixed when a program is traced. Return a mask or "
+        "`torch.where(...)` of fixed shape, or declare one shape by `output_shapes=` and pad to it."
     )

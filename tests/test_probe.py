@@ -130,9 +130,20 @@ def test_compiled_functions(getkey):
 
 
 def test_shapes_that_depend_on_values_are_refused():
-    for f in (torch.nonzero, lambda x: (torch.nonzero(x), x), lambda x: x[x > 0]):
-        with pytest.raises(ShapeError, match="returns? depend on the values of its inputs"):
+    for f in (
+        torch.nonzero,
+        lambda x: (torch.nonzero(x), x),
+        lambda x: x[x > 0],
+        lambda x: x[x > 2],
+    ):
+        with pytest.raises(ShapeError, match="seem to depend on the values of its inputs"):
             jax.eval_shape(torch2jax(f), jnp.ones(3))
+
+
+def test_what_is_empty_by_its_inputs_is_not_refused():
+    f = torch2jax(lambda x: torch.from_numpy(x.numpy() * 2))
+    with pytest.warns(UserWarning, match="inferred by running it on zeros"):
+        assert f(jnp.ones((0, 3))).shape == (0, 3)
 
 
 def test_shapes_that_differ_at_run_time_are_refused():

@@ -329,7 +329,8 @@ class Noted:
 def test_locks_are_taken_on_the_stream_and_on_meshes_after_it(cuda, on_gpu, devices):
     lock = Noted(cuda)
     x = jnp.arange(3.0)
-    (y,) = on_gpu(torch2jax(torch.sin, lock=lock), x, device=1, devices=devices)
+    f = torch2jax(torch.sin, output_shapes=x, lock=lock)
+    (y,) = on_gpu(f, x, device=1, devices=devices)
     assert lock.noted == [(1, [(1, XLA)] if devices > 1 else []), "released"]
     assert_trees_equal(y, jnp.sin(x))
 
@@ -338,7 +339,7 @@ def test_on_a_cpu_no_stream_is_entered(cuda, monkeypatch):
     monkeypatch.setattr(runtime, "XLA_STREAMS", XlaStreams(cuda))
     x = jnp.arange(3.0)
     lock = Noted(cuda)
-    assert_trees_equal(torch2jax(torch.sin, lock=lock)(x), jnp.sin(x))
+    assert_trees_equal(torch2jax(torch.sin, output_shapes=x, lock=lock)(x), jnp.sin(x))
     assert cuda.made == []
     assert len(lock.noted) == 2
 

@@ -152,6 +152,7 @@ def test_statics_and_keywords_are_not_batched(getkey):
     assert_trees_equal(actual, scale[:, None] * x**2)
 
 
+@pytest.mark.filterwarnings("ignore:.*draws random numbers from torch's own generator")
 def test_batched_random_numbers_differ_between_members():
     f = torch2jax(lambda x: x + torch.rand(4))
     ys = jax.vmap(f)(jnp.zeros((2, 4)))

@@ -41,14 +41,17 @@ class Ending:
         if self.process != os.getpid():
             return
         for platform in self.platforms:
-            # A program that failed has ended, too.
-            for array in jax.live_arrays(platform):
-                with contextlib.suppress(Exception):
-                    array.block_until_ready()
-            devices = jax.local_devices(backend=platform)
-            for some in (devices, devices[:1]):
-                with contextlib.suppress(Exception):
-                    _run_after_others(jax.make_mesh((len(some),), ("devices",), devices=some))
+            with contextlib.suppress(Exception):  # of a platform that is gone
+                _wait_for(platform)
+
+
+def _wait_for(platform: str) -> None:
+    for array in jax.live_arrays(platform):
+        with contextlib.suppress(Exception):  # a program that failed has ended, too
+            array.block_until_ready()
+    devices = jax.local_devices(backend=platform)
+    for some in (devices, devices[:1]):
+        _run_after_others(jax.make_mesh((len(some),), ("devices",), devices=some))
 
 
 def _run_after_others(mesh: jax.sharding.Mesh) -> None:

@@ -30,7 +30,7 @@ def callback(program: Program, platform: str, devices: int) -> Callback:
         devices: how many devices call the function.
     """
     ENDING.waits_for(platform)
-    lock = program.leaf.function.lock
+    lock = program.leaf.function.lock_at(program.leaf.site)
     # Contexts with nothing in them would be a twentieth of what a call costs.
     run = _evaluator(program, FAILURES.pending if devices == 1 else ())
     if lock is not None:

@@ -7,6 +7,7 @@ and of adjoint solvers reads the module again, and must find the parameters of t
 """
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,17 @@ from typing import Any
 import torch
 
 from .._errors import ModuleError
-from .._program import Compiled, Kept, Lock, Residuals, Site, Tensors, TorchFunction, VmapMethod
+from .._program import (
+    Compiled,
+    Effects,
+    Kept,
+    Lock,
+    Residuals,
+    Site,
+    Tensors,
+    TorchFunction,
+    VmapMethod,
+)
 from .._trees import flatten
 from .._watch import Draws, untouched, Watch
 from .blueprint import Blueprint, Skeleton
@@ -35,6 +46,8 @@ class ModuleFunction(TorchFunction):
 
     randomness = "same"
     borrows = True
+    isolated = True
+    own_arguments = 4  # parameters, state, seed, inference
 
     def __init__(
         self,
@@ -59,6 +72,7 @@ class ModuleFunction(TorchFunction):
         )
         self.blueprint = blueprint
         self.method = method
+        self.own_inputs = len(blueprint.parameters) + len(blueprint.state)
         self.draws: dict[Site, tuple[str, ...]] = {}
         self.changed_state: set[str] = set()
         self._held = _Held()
@@ -81,7 +95,7 @@ class ModuleFunction(TorchFunction):
         state = parameters + len(self.blueprint.state)
         seed, mode = site.statics[state : state + 2]
         assert mode is not None
-        seeded, inference, rest = seed is None, mode.value, site.rest(4)
+        seeded, inference, rest = seed is None, mode.value, site.rest(self.own_arguments)
         keeping = True
 
         def call(arrays: Tensors, functional: bool) -> Any:
@@ -131,8 +145,8 @@ class ModuleFunction(TorchFunction):
             return super().label(path)
         index, _, rest = path.removeprefix("[0][").partition("]")
         names = self.blueprint.names
-        if int(index) > 3:
-            return super().label(f"[0][{int(index) - 4}]{rest}")
+        if int(index) >= self.own_arguments:
+            return super().label(f"[0][{int(index) - self.own_arguments}]{rest}")
         if int(index) == 2:
             return "key"
         kind, own = (("parameter", names.parameters), ("buffer", names.state))[int(index)]
@@ -169,11 +183,12 @@ class ModuleFunction(TorchFunction):
 
         yield run
 
-    def learn(self, site: Site, written: frozenset[int], watch: Watch) -> None:
+    def learn(self, site: Site, effects: Effects, watch: Watch) -> None:
         count = len(self.blueprint.parameters)
         state = range(count, count + len(self.blueprint.state))
         # The state is cloned before it is bound, whether or not it is written.
-        super().learn(site, written.difference(state), watch)
+        written = (effects.written or frozenset()).difference(state)
+        self.findings.note(site, dataclasses.replace(effects, written=written))
         self.draws[site] = tuple(dict.fromkeys(watch.random))
 
     def _run(self, skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -13,6 +13,7 @@ from .derivative import Jvp as Jvp, Vjp as Vjp
 from .exclusive import EXCLUSIVE as EXCLUSIVE
 from .function import (
     Compiled as Compiled,
+    Effects as Effects,
     Findings as Findings,
     Lock as Lock,
     PROCESS_LOCK as PROCESS_LOCK,

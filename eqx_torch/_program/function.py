@@ -2,12 +2,15 @@
 
 import contextlib
 import dataclasses
+import inspect
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
+from .._swaps import seems_to_swap
 from .._watch import untouched, Watch
 from .base import Tensors
 from .site import argument_name, Site
@@ -22,10 +25,16 @@ PROCESS_LOCK = threading.RLock()
 
 
 @dataclasses.dataclass(eq=False)
-class Writes:
-    """The inputs that a function writes to at one call site, None if that is not known."""
+class Effects:
+    """What a function does at one call site beside returning results, None if that is not known.
 
-    inputs: frozenset[int] | None = None
+    Attributes:
+        written: the inputs that it writes to.
+        swaps: whether it puts tensors in the place of a module's parameters while it runs.
+    """
+
+    written: frozenset[int] | None = None
+    swaps: bool | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -33,7 +42,7 @@ class Findings:
     """What runs of a function have shown. Invariant: dropping any of it costs time, never truth.
 
     Attributes:
-        writes: for each call site, what is known of its writes to inputs.
+        effects: for each call site, what is known of its effects.
         forward_mode: for each program that is computed in forward mode, whether torch can.
         writes_cotangents: whether its backward writes to the cotangents that it is given, None if
             that is not known.
@@ -41,7 +50,7 @@ class Findings:
         batching_fails: whether `torch.func.vmap` has failed where a loop worked.
     """
 
-    writes: dict[Site, Writes] = dataclasses.field(default_factory=dict)
+    effects: dict[Site, Effects] = dataclasses.field(default_factory=dict)
     forward_mode: WeakKeyDictionary[Any, bool] = dataclasses.field(
         default_factory=WeakKeyDictionary
     )
@@ -49,9 +58,14 @@ class Findings:
     grad_is_refused: bool = False
     batching_fails: bool = False
 
-    def writes_at(self, site: Site) -> Writes:
+    def note(self, site: Site, effects: Effects) -> None:
+        """Takes note of the effects at a call site."""
+        known = self.effects_at(site)
+        known.written, known.swaps = effects.written, effects.swaps
+
+    def effects_at(self, site: Site) -> Effects:
         """What is known of a call site, to be updated in place."""
-        return self.writes.setdefault(site, Writes())
+        return self.effects.setdefault(site, Effects())
 
 
 class Compiled:
@@ -72,7 +86,7 @@ class TorchFunction:
 
     Attributes:
         name: what messages and jaxprs call it.
-        lock: held while it or one of its derivatives runs.
+        lock: held while it or one of its derivatives runs, if the user has asked for one.
         depth: how often it may be differentiated, None for any number of times.
         vmap_method: how a batch of it is computed.
         findings: what is known about it.
@@ -80,10 +94,16 @@ class TorchFunction:
         compiled: weakly, its jitted programs.
         randomness: what `torch.func.vmap` makes of random numbers.
         borrows: whether calls hold something that `release` ends.
+        isolated: whether each call has modules of its own.
+        own_arguments: how many of the positional arguments are not the user's.
+        own_inputs: how many of the inputs are not the user's; they come first.
     """
 
     randomness = "different"
     borrows = False
+    isolated = False
+    own_arguments = 0
+    own_inputs = 0
 
     def __init__(
         self,
@@ -112,10 +132,16 @@ class TorchFunction:
         with untouched(self.python):
             yield lambda args, kwargs: self.python(*args, **kwargs)
 
-    def learn(self, site: Site, written: frozenset[int], watch: Watch) -> None:
+    def learn(self, site: Site, effects: Effects, watch: Watch) -> None:
         """Takes note of what a trial has shown."""
-        del watch
-        self.findings.writes_at(site).inputs = written
+        self.findings.note(site, effects)
+        if watch.random:
+            warnings.warn(
+                f"`{self.name}` draws random numbers from torch's own generator: others on each "
+                "call, and on each computation of the forward by a backward. Pass random arrays "
+                "as arguments, or convert a module by `from_torch` and call it with `key=`.",
+                stacklevel=2,
+            )
 
     def release(self) -> None:
         """Ends what calls of this thread have left open for their backward."""
@@ -124,6 +150,13 @@ class TorchFunction:
     def keep(self) -> Kept:
         """Keeps what calls of this thread have left open, for a backward in a later call."""
         return Kept()
+
+    def lock_at(self, site: Site) -> Lock | None:
+        """What is held while it or one of its derivatives runs at this site."""
+        if self.lock is not None or self.isolated:
+            return self.lock
+        swaps = self.findings.effects_at(site).swaps
+        return PROCESS_LOCK if (seems_to_swap(self.python) if swaps is None else swaps) else None
 
     def must_loop(self, site: Site, in_axes: Sequence[int | None]) -> bool:
         """Whether a batch with these axes of the inputs has to be computed one by one."""
@@ -135,12 +168,25 @@ class TorchFunction:
         return argument_name(path)
 
     def described(self, site: Site, inputs: Sequence[str]) -> str:
-        """The inputs of a call by name, for messages."""
+        """The inputs of a call by name, for messages, those that the user passed first."""
         pairs = zip(site.paths, inputs, strict=True)
         named = [f"{self.label(path)} {shown}" for path, shown in pairs]
-        # The arguments come last, behind the parameters of a module.
-        rest = f"{len(named) - 8} more, " if len(named) > 8 else ""
-        return rest + ", ".join(named[-8:]) if named else "no arrays"
+        named = [*named[self.own_inputs :], *named[: self.own_inputs]]
+        rest = f", {len(named) - 8} more" if len(named) > 8 else ""
+        return ", ".join(named[:8]) + rest if named else "no arrays"
+
+    def misfit(self, site: Site) -> str:
+        """What is wrong with the number or the names of a call's arguments; nothing if right."""
+        args, kwargs = site.arguments([None] * len(site.paths))
+        try:
+            signature = inspect.signature(self.python)
+        except ValueError:  # of what is not written in Python
+            return ""
+        try:
+            signature.bind(*args[self.own_arguments :], **kwargs)
+        except TypeError as error:
+            return str(error)
+        return ""
 
     def output_label(self, path: str) -> str:
         """How messages call the output at a path; nothing if it is the only one."""

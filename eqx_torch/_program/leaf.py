@@ -20,7 +20,7 @@ from .._trees import flatten, leaf_paths, Structure
 from .base import Indices, Program, Spec, Tensors
 from .bits import same_bits
 from .declared import as_declared
-from .function import TorchFunction, Writes
+from .function import Effects, TorchFunction
 from .site import Site
 
 
@@ -85,7 +85,7 @@ class Leaf(Program):
         return dataclasses.replace(self, in_specs=ins, out_specs=outs)
 
     def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
-        written = self._writes.inputs
+        written = self._effects.written
         if written is None:
             return self._first_run(self._prepared(inputs, frozenset()), functional)
         if written or self._restored:
@@ -97,11 +97,11 @@ class Leaf(Program):
         ambient = self.site.ambient
         if self._restored or not ambient.is_neutral:
             return self.run
-        run, function, writes, checked = self.run, self._call, self._writes, self._checker()
+        run, function, effects, checked = self.run, self._call, self._effects, self._checker()
         default_dtype, get_default_dtype = ambient.default_dtype, torch.get_default_dtype
 
         def plain_run(inputs: Tensors, functional: bool) -> Tensors:
-            if writes.inputs != _NOTHING or get_default_dtype() is not default_dtype:
+            if effects.written != _NOTHING or get_default_dtype() is not default_dtype:
                 return run(inputs, functional)
             try:
                 result = function(inputs, functional)
@@ -132,7 +132,7 @@ class Leaf(Program):
         if not functional:
             triples = enumerate(zip(tensors, copies, versions, strict=True))
             changed = [i for i, (t, c, v) in triples if c._version != v or not same_bits(t, c)]
-            self._writes.inputs = frozenset(changed)
+            self._effects.written = frozenset(changed)
         return results
 
     def _prepared(self, inputs: Tensors, written: frozenset[int]) -> list[torch.Tensor]:
@@ -205,8 +205,8 @@ class Leaf(Program):
         return self.function.prepared(self.site)
 
     @functools.cached_property
-    def _writes(self) -> Writes:
-        return self.function.findings.writes_at(self.site)
+    def _effects(self) -> Effects:
+        return self.function.findings.effects_at(self.site)
 
     @functools.cached_property
     def _restored(self) -> list[tuple[int, torch.dtype]]:
@@ -255,8 +255,8 @@ def write_error(leaf: Leaf, inputs: Tensors) -> InputError:
     """An input was written that earlier runs left alone; from now on it is copied."""
     written = [i for i, x in enumerate(inputs) if x._version]
     findings, count = leaf.function.findings, len(leaf.ins)
-    writes = findings.writes_at(leaf.site)
-    writes.inputs = (writes.inputs or frozenset()).union(i for i in written if i < count)
+    effects = findings.effects_at(leaf.site)
+    effects.written = (effects.written or frozenset()).union(i for i in written if i < count)
     findings.writes_cotangents = findings.writes_cotangents or any(i >= count for i in written)
     names = ", ".join(input_label(leaf, i) for i in written)
     return InputError(
