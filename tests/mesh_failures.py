@@ -237,7 +237,7 @@ def _tracebacks(caplog):
 
 
 def test_the_same_error_elsewhere_takes_one_line(mesh, caplog):
-    """Each device is named with its own message; the traceback is logged once until it is raised."""
+    """Each device is named, with its own message; the traceback is logged once while pending."""
 
     def f(x):
         raise ValueError(f"not {x[0]:g}\nwhich is a long story")
@@ -265,7 +265,7 @@ def test_the_same_error_elsewhere_takes_one_line(mesh, caplog):
 OTHERS = {
     "line": lambda i: (_raise(ValueError, "a"), lambda x: int("b"))[i],
     "type": lambda i: _raise((ValueError, TypeError)[i], "given up"),
-    "of this package": lambda i: (lambda x: torch.ones(5 + i)),
+    "of this package": lambda i: lambda x: torch.ones(5 + i),
 }
 
 
@@ -293,8 +293,7 @@ def test_the_same_line_reached_from_another_function_is_logged_whole(mesh, caplo
         return f(x)
 
     programs = [
-        jax.jit(torch2jax(h, output_shapes=x, out_specs=P("x"))).lower(x).compile()
-        for h in (f, g)
+        jax.jit(torch2jax(h, output_shapes=x, out_specs=P("x"))).lower(x).compile() for h in (f, g)
     ]
     for program in programs:
         jax.block_until_ready(program(x))

@@ -25,9 +25,7 @@ SCORES, LABELS = jnp.ones((2, 4)), jnp.zeros(2, jnp.int32)
 def _raised(f, *args, shape=(2, 4), dtype="float32"):
     """The message of a call whose outputs are declared, so that torch first runs at run time."""
     options = {"output_shapes": jax.ShapeDtypeStruct(shape, dtype)}
-    wrapped = (
-        from_torch(f, **options) if isinstance(f, nn.Module) else torch2jax(f, **options)
-    )
+    wrapped = from_torch(f, **options) if isinstance(f, nn.Module) else torch2jax(f, **options)
     with pytest.raises(Exception) as info:  # noqa: PT011
         jax.block_until_ready(wrapped(*args))
     return str(info.value)
@@ -132,7 +130,9 @@ def test_with_64_bits_nothing_is_held_in_32():
         assert "JAX holds int64" not in _raised(
             functional.cross_entropy, SCORES, LABELS, dtype="float64"
         )
-        hint = "argument 0 is float64, and nothing is cast for you: pass `x.astype(jax.numpy.float32)`"
+        hint = (
+            "argument 0 is float64, and nothing is cast for you: pass `x.astype(jax.numpy.float32)`"
+        )
         assert hint in _raised(nn.Linear(4, 4), jnp.ones((2, 4), "float64"))
 
 

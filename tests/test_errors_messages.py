@@ -224,8 +224,8 @@ SHARDED = {
         ShardingError,
         f"`out_specs` of `sin` has {P('x', 'y')}, but no input is sharded over ['y'], so "
         "that every device along it would compute the same. Shard an input, for instance "
-        "`jax.sharding.reshard(x, P(...))`, or leave the axis out. A model without `out_specs`, with "
-        "the weights of `model` and for the same state, is `from_torch(model)`.",
+        "`jax.sharding.reshard(x, P(...))`, or leave the axis out. A model without `out_specs`, "
+        "with the weights of `model` and for the same state, is `from_torch(model)`.",
         lambda: _sharded(out_specs=P("x", "y"))(shape=(8, 8)),
     ),
     "undividable output": Case(

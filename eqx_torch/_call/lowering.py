@@ -62,8 +62,9 @@ def _warn_if_gathered(ctx: mlir.LoweringRuleContext, program: Program) -> None:
     context = ctx.module_context.axis_context
     if not isinstance(context, mlir.ShardingContext) or context.num_devices == 1:
         return
-    meshes = [aval.sharding.mesh for aval in ctx.avals_in]
-    of_program = [mesh for mesh in (*meshes, get_abstract_mesh()) if not mesh.empty]
+    avals: Sequence[Any] = ctx.avals_in
+    meshes = [aval.sharding.mesh for aval in avals] + [get_abstract_mesh()]
+    of_program = [mesh for mesh in meshes if not mesh.empty]
     if of_program and all(map(_is_explicit, of_program)):
         return
     warnings.warn(
