@@ -11,6 +11,10 @@ import jax
 import jax.core
 import numpy as np
 import torch
+from jax._src.core import (
+    # Which mesh axes `jax.vmap` maps: inside of it they are in no type.
+    get_axis_env as _axis_environment,
+)
 from jax._src.util import (
     # How JAX's own caches are emptied by `jax.clear_caches()`; recorded graphs are one more.
     register_cache,
@@ -260,6 +264,11 @@ def output_aval(shape: tuple[int, ...], dtype: Any, operands: Sequence[Any]) -> 
 def explicit_axes(mesh: Any) -> frozenset[str]:
     """The names of the mesh axes whose shardings are part of the types."""
     return axes_of_type(mesh, AxisType.Explicit)
+
+
+def vmapped_mesh_axes() -> frozenset[str]:
+    """The explicit mesh axes over which a `jax.vmap` around this call is sharded."""
+    return frozenset(_axis_environment().explicit_mesh_axis_names)
 
 
 def axes_of_type(mesh: Any, axis_type: AxisType) -> frozenset[str]:

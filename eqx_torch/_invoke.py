@@ -74,6 +74,8 @@ class Arguments:
                     f"{self._function.label(path)}. Convert it by `eqx_torch.t2j(x)`, or call the "
                     "torch function itself."
                 )
+            if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                raise DtypeError(_no_key(self._function, path, leaf))
 
 
 class PerShard:
@@ -178,11 +180,16 @@ def _as_jax(x: Any) -> Any:
     return jnp.asarray(x)
 
 
+def _no_key(function: TorchFunction, path: str, key: jax.Array) -> str:
+    return (
+        f"`{function.name}` got a JAX key, {key.dtype}{list(key.shape)}, as "
+        f"{function.label(path)}, and torch has no dtype for keys. A function has no `key=`: draw "
+        "in JAX and pass it the numbers, for instance `jax.random.normal(key, shape)`, or pass "
+        "the words of the key, `jax.random.key_data(key)`. A model made by `from_torch` takes "
+        "`key=`."
+    )
+
+
 def _checked_spec(x: Any) -> Spec:
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
-        raise DtypeError(
-            f"torch has no dtype for JAX's {x.dtype}. Pass `jax.random.key_data(key)` instead of "
-            "a key; what a converted module draws from is passed as `key=`."
-        )
     dtype_j2t(x.dtype)
     return Spec(tuple(x.shape), np.dtype(x.dtype))

@@ -16,10 +16,17 @@ import jax
 import jax.core
 from jax.sharding import AxisType, PartitionSpec as P
 
-from ._compat import axes_of_type, explicit_axes
+from ._compat import axes_of_type, explicit_axes, vmapped_mesh_axes
 from ._errors import ShardingError
+from ._meshes import alike, check_meshes, mesh_of, shown
 from ._program import Spec
 from ._trees import Structure
+
+
+_WITHOUT_OUT_SPECS = (
+    "A model without `out_specs`, with the weights of `model` and for the same state, is "
+    "`from_torch(model)`."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +46,7 @@ def plan(name: str, arrays: Sequence[Any], out_specs: Any) -> Plan | None:
             `out_specs` names axes that are not explicit, or the inputs lie on several meshes.
     """
     types = [jax.typeof(x) for x in arrays]
-    mesh = _mesh(types)
+    mesh = mesh_of(types)
     if mesh.empty:
         return None
     check_meshes(name, types)
@@ -72,28 +79,6 @@ def shard_map(plan: Plan, body: Callable[..., Any], out_specs: Any, arrays: Sequ
     return mapped(*arrays)
 
 
-def check_meshes(name: str, types: Sequence[Any]) -> None:
-    """Raises if inputs lie on two meshes, or on another than `jax.set_mesh` has chosen.
-
-    JAX moves arrays from one mesh with Auto axes only to another.
-    """
-    places = [(f"an input of type {t.str_short()} lies on", t.sharding.mesh) for t in types]
-    places.append(("`jax.set_mesh` has chosen", jax.sharding.get_abstract_mesh()))
-    places = [(what, mesh) for what, mesh in places if not mesh.empty]
-    for place in places[1:]:
-        meshes = places[0][1], place[1]
-        if not _alike(*meshes) and not all(_is_auto(mesh) for mesh in meshes):
-            raise ShardingError(_two_meshes(name, *places[0], *place))
-
-
-def check_own_mesh(name: str, mesh: Any) -> None:
-    """Raises if a function's `mesh=` is another than `jax.set_mesh` has chosen."""
-    chosen = jax.sharding.get_abstract_mesh()
-    if mesh is not None and not chosen.empty and not _alike(mesh, chosen):
-        places = ("its `mesh=` is", mesh, "`jax.set_mesh` has chosen", chosen)
-        raise ShardingError(_two_meshes(name, *places))
-
-
 def check_replicated(
     name: str, what: str, named: Mapping[str, Any], arrays: Sequence[Any], remedy: str
 ) -> None:
@@ -106,20 +91,20 @@ def check_replicated(
         arrays: the call's other inputs.
         remedy: moves the arrays to `mesh`.
     """
-    mesh = _mesh([jax.typeof(x) for x in arrays])
+    mesh = mesh_of([jax.typeof(x) for x in arrays])
     explicit = explicit_axes(mesh)
     for key, array in named.items() if explicit else ():
         sharding = jax.typeof(array).sharding
         lies = None
         if sharding.mesh.empty:
             lies = f"off that mesh, on {_devices(array)}"
-        elif not _alike(sharding.mesh, mesh):
-            lies = f"on the mesh {_shown(sharding.mesh)}"
+        elif not alike(sharding.mesh, mesh):
+            lies = f"on the mesh {shown(sharding.mesh)}"
         elif _names(_kept(sharding.spec, explicit)):
             lies = f"sharded there, by {sharding.spec}"
         if lies:
             raise ShardingError(
-                f"`{name}` was called on the mesh {_shown(mesh)}, but its {what} {key} lies "
+                f"`{name}` was called on the mesh {shown(mesh)}, but its {what} {key} lies "
                 f"{lies}. Replicate the {what}s over the mesh: `{remedy}`."
             )
 
@@ -181,37 +166,6 @@ def over_batch_shards(
     return shard_map(split, body, batch, arrays)
 
 
-def _mesh(types: Sequence[Any]) -> Any:
-    sharded = [t.sharding.mesh for t in types if not t.sharding.mesh.empty]
-    sharded.sort(key=lambda mesh: len(explicit_axes(mesh)), reverse=True)
-    return sharded[0] if sharded else jax.sharding.get_abstract_mesh()
-
-
-def _alike(mesh: Any, other: Any) -> bool:
-    """Whether two meshes are one; inside of `jax.shard_map` its axes are manual."""
-    if mesh.shape_tuple != other.shape_tuple:
-        return False
-    kinds = zip(mesh.axis_types, other.axis_types, strict=True)
-    return all(a == b or AxisType.Manual in (a, b) for a, b in kinds)
-
-
-def _is_auto(mesh: Any) -> bool:
-    return all(kind == AxisType.Auto for kind in mesh.axis_types)
-
-
-def _two_meshes(name: str, what: str, mesh: Any, other_what: str, other: Any) -> str:
-    return (
-        f"`{name}` was called with two meshes: {what} {_shown(mesh)}, but {other_what} "
-        f"{_shown(other)}. Keep to one: call it inside `with jax.set_mesh(mesh):` with the mesh of "
-        "its inputs, or move the inputs, `jax.device_put(x, jax.NamedSharding(mesh, P(...)))`."
-    )
-
-
-def _shown(mesh: Any) -> str:
-    axes = zip(mesh.shape_tuple, mesh.axis_types, strict=True)
-    return "(" + ", ".join(f"{axis!r}: {size} {kind.name}" for (axis, size), kind in axes) + ")"
-
-
 def _devices(array: Any) -> str:
     """Where an array lies, which a tracer does not know."""
     if isinstance(array, jax.core.Tracer):
@@ -260,11 +214,19 @@ def _check_out_spec(name: str, mesh: Any, spec: P, used: frozenset[str]) -> None
             f"if the results of all shards along {sorted(used - out)} were equal. Name these axes "
             "in it, or reduce over them inside a `jax.shard_map` of your own."
         )
+    vmapped = (out - used) & vmapped_mesh_axes()
+    if vmapped:
+        raise ShardingError(
+            f"`out_specs` of `{name}` has {spec}, but over {sorted(vmapped)} `jax.vmap` maps it: "
+            "the function sees one example, and each device already calls it for its own "
+            f"examples only. Leave the axis out. {_WITHOUT_OUT_SPECS}"
+        )
     if out - used:
         raise ShardingError(
             f"`out_specs` of `{name}` has {spec}, but no input is sharded over "
             f"{sorted(out - used)}, so that every device along it would compute the same. Shard "
-            "an input, for instance `jax.sharding.reshard(x, P(...))`, or leave the axis out."
+            "an input, for instance `jax.sharding.reshard(x, P(...))`, or leave the axis out. "
+            f"{_WITHOUT_OUT_SPECS}"
         )
 
 

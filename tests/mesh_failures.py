@@ -54,9 +54,9 @@ def _raise(kind, *args):
 
 
 def _logged(caplog):
-    """The devices of which an error was logged."""
+    """The devices of which an error was logged; one of them, at least, with the traceback."""
     records = [r for r in caplog.records if r.name == "eqx_torch" and r.levelno == logging.ERROR]
-    assert all(r.exc_info for r in records)
+    assert any(r.exc_info for r in records) or not records
     return sorted(
         int(re.search(r"on device cpu:(\d), one of 8", r.getMessage())[1]) for r in records
     )
@@ -227,6 +227,80 @@ def test_the_poison_of_each_dtype(mesh):
         bad.clear()
         for y, dtype in zip(g(x), dtypes, strict=True):
             assert_trees_equal(y, torch.arange(8.0).to(getattr(torch, dtype.name)))
+
+
+# How much of it is logged
+
+
+def _tracebacks(caplog):
+    return [bool(r.exc_info) for r in caplog.records if r.name == "eqx_torch"]
+
+
+def test_the_same_error_elsewhere_takes_one_line(mesh, caplog):
+    """Each device is named, with its own message; the traceback is logged once while pending."""
+
+    def f(x):
+        raise ValueError(f"not {x[0]:g}\nwhich is a long story")
+
+    x = put(X, mesh, "x")
+    g = jax.jit(torch2jax(f, output_shapes=x, out_specs=P("x")))
+    for steps in (2, 1):
+        caplog.clear()
+        for _ in range(steps):
+            jax.block_until_ready(g(x))
+        assert _logged(caplog) == sorted([*range(8)] * steps)
+        assert sum(_tracebacks(caplog)) == 1
+        (whole,) = [r.getMessage() for r in caplog.records if r.exc_info]
+        first = re.search(r"on device (cpu:\d),", whole)[1]
+        lines = {r.getMessage() for r in caplog.records if not r.exc_info}
+        assert lines >= {
+            f"torch raised in `f` on device cpu:{i}, one of 8: ValueError: not {i}. Its traceback "
+            f"is that of the error on {first}."
+            for i in set(range(8)) - {int(first[-1])}
+        }
+        with pytest.raises(ValueError, match="which is a long story"):
+            check_errors()
+
+
+OTHERS = {
+    "line": lambda i: (_raise(ValueError, "a"), lambda x: int("b"))[i],
+    "type": lambda i: _raise((ValueError, TypeError)[i], "given up"),
+    "of this package": lambda i: lambda x: torch.ones(5 + i),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_another_error_is_logged_whole(mesh, caplog, other):
+    def f(x):
+        return other(int(x[0]) % 2)(x)
+
+    x = put(X, mesh, "x")
+    jax.block_until_ready(torch2jax(f, output_shapes=x, out_specs=P("x"))(x))
+    assert _logged(caplog) == list(range(8))
+    assert sum(_tracebacks(caplog)) == 2
+    with pytest.raises((ValueError, TypeError)):
+        check_errors()
+
+
+def test_the_same_line_reached_from_another_function_is_logged_whole(mesh, caplog):
+    x = put(X, mesh, "x")
+    instead = _raise(ValueError, "given up")
+
+    def f(x):
+        return instead(x)
+
+    def g(x):
+        return f(x)
+
+    programs = [
+        jax.jit(torch2jax(h, output_shapes=x, out_specs=P("x"))).lower(x).compile() for h in (f, g)
+    ]
+    for program in programs:
+        jax.block_until_ready(program(x))
+    assert _logged(caplog) == sorted([*range(8)] * 2)
+    assert sum(_tracebacks(caplog)) == 2
+    with pytest.raises(ValueError, match="given up"):
+        check_errors()
 
 
 # Who raises it

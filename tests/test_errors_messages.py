@@ -16,6 +16,7 @@ from eqx_torch import (
     DepthError,
     DtypeError,
     EqxTorchError,
+    from_torch,
     InputError,
     OutputError,
     ShapeError,
@@ -112,8 +113,10 @@ CASES = {
     ),
     "key": Case(
         DtypeError,
-        "torch has no dtype for JAX's key<fry>. Pass `jax.random.key_data(key)` instead of a key; "
-        "what a converted module draws from is passed as `key=`.",
+        "`sin` got a JAX key, key<fry>[], as argument 0, and torch has no dtype for keys. A "
+        "function has no `key=`: draw in JAX and pass it the numbers, for instance "
+        "`jax.random.normal(key, shape)`, or pass the words of the key, "
+        "`jax.random.key_data(key)`. A model made by `from_torch` takes `key=`.",
         lambda: torch2jax(torch.sin)(jax.random.key(0)),
     ),
     "number instead of a tensor": Case(
@@ -221,7 +224,8 @@ SHARDED = {
         ShardingError,
         f"`out_specs` of `sin` has {P('x', 'y')}, but no input is sharded over ['y'], so "
         "that every device along it would compute the same. Shard an input, for instance "
-        "`jax.sharding.reshard(x, P(...))`, or leave the axis out.",
+        "`jax.sharding.reshard(x, P(...))`, or leave the axis out. A model without `out_specs`, "
+        "with the weights of `model` and for the same state, is `from_torch(model)`.",
         lambda: _sharded(out_specs=P("x", "y"))(shape=(8, 8)),
     ),
     "undividable output": Case(
@@ -465,6 +469,31 @@ def test_a_gpu_that_torch_does_not_see_is_refused(monkeypatch):
     with pytest.raises(EqxTorchError) as info:
         f.trace(X).lower(lowering_platforms=("cuda",))
     assert str(info.value) == message
+
+
+KEYS = {
+    "keyword": ("'key'", lambda f, key: f(key=key)),
+    "in a tree": ("0['k'][1]", lambda f, key: f({"k": (X, key)})),
+    "jit": ("0", lambda f, key: jax.jit(f)(key)),
+    "several": ("0", lambda f, key: f(jax.random.split(key, 3))),
+}
+
+
+@pytest.mark.parametrize(("where", "call"), KEYS.values(), ids=KEYS)
+def test_a_key_for_a_function(where, call):
+    with pytest.raises(DtypeError, match="A function has no `key=`: draw in JAX") as info:
+        call(torch2jax(lambda x=None, key=None: x), jax.random.key(0))
+    assert f", as argument {where}, and torch has no dtype for keys." in str(info.value)
+    words = jax.random.key_data(jax.random.key(0))
+    assert_trees_equal(torch2jax(lambda key: key)(words), words)
+
+
+def test_a_key_in_front_of_a_model():
+    dropout = from_torch(torch.nn.Dropout(0.5))
+    with pytest.raises(DtypeError, match="`Dropout` got a JAX key, .*, as argument 1, ") as info:
+        dropout(X, jax.random.key(0))
+    assert "A model made by `from_torch` takes `key=`." in str(info.value)
+    assert dropout(X, key=jax.random.key(0)).shape == X.shape
 
 
 def test_an_error_on_one_of_several_devices_is_logged(caplog):

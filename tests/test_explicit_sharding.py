@@ -9,7 +9,7 @@ import pytest
 import torch
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from eqx_torch import torch2jax
+from eqx_torch import ShardingError, torch2jax
 
 from .helpers import assert_trees_equal
 from .twins import random_array, scalar
@@ -200,6 +200,69 @@ def test_vmap_of_a_sharded_call(getkey):
             y = jax.jit(f)(put(x, mesh, *spec))
             assert_trees_equal(y, jnp.sin(x))
             assert y.sharding.spec == P(*spec)
+
+
+@pytest.mark.parametrize("out_specs", [None, P()], ids=str)
+def test_each_device_calls_torch_for_its_own_members(getkey, out_specs):
+    """One batched call a device, of values and of gradients by example; nothing is gathered."""
+    mesh = explicit_mesh(8)
+    x, w = random_array(getkey, (16, 3)), random_array(getkey, (3,))
+    with jax.set_mesh(mesh):
+        args = put(x, mesh, "x"), put(w, mesh)
+        seen = []
+
+        def f(x, w):
+            seen.append(threading.get_ident())
+            return (x.sin() * w).sum(-1)
+
+        f = torch2jax(f, output_shapes=jax.ShapeDtypeStruct((), x.dtype), out_specs=out_specs)
+        twin = lambda x, w: (jnp.sin(x) * w).sum(-1)  # noqa: E731
+        for transform in (lambda f: f, lambda f: jax.grad(f, (0, 1))):
+            batched = lambda f: jax.jit(jax.vmap(transform(f), (0, None)))  # noqa: B023, E731
+            assert_trees_equal(batched(f)(*args), batched(twin)(x, w), rtol=1e-5)
+            seen.clear()
+            y = jax.block_until_ready(batched(f)(*args))
+            assert len(seen) == 8
+            assert {leaf.sharding.spec[0] for leaf in jax.tree.leaves(y)} == {"x"}
+            assert collectives(batched(f), *args) == set()
+
+
+def _in_a_scan(f):
+    return lambda x: jax.lax.scan(lambda x, _: (f(x), None), x, None, length=2)[0]
+
+
+MAPPED = {
+    "eager": jax.vmap,
+    "jit outside": lambda f: jax.jit(jax.vmap(f)),
+    "jit inside": lambda f: jax.vmap(jax.jit(f)),
+    "gradient inside": lambda f: jax.vmap(jax.grad(lambda x: f(x).sum())),
+    "gradient outside": lambda f: jax.grad(lambda x: jax.vmap(f)(x).sum()),
+    "scan inside": lambda f: jax.vmap(_in_a_scan(f)),
+    "vmap inside": lambda f: jax.vmap(jax.vmap(f)),
+}
+
+
+@pytest.mark.parametrize("mapped", MAPPED.values(), ids=MAPPED)
+def test_out_specs_that_name_the_axis_of_a_vmap(getkey, mapped):
+    mesh = explicit_mesh(4, 2)
+    x = random_array(getkey, (8, 4))
+    with jax.set_mesh(mesh):
+        for spec, names in [(P("x"), "['x']"), (P(("x", "y")), "['x', 'y']")]:
+            f = torch2jax(torch.sin, out_specs=spec)
+            message = f"has {spec}, but over {names} `jax.vmap` maps it: the function sees one"
+            with pytest.raises(ShardingError, match=re.escape(message)) as info:
+                mapped(f)(put(x, mesh, *spec))
+            assert "examples only. Leave the axis out." in str(info.value)
+            result = mapped(torch2jax(torch.sin))(put(x, mesh, *spec))
+            assert_trees_equal(result, mapped(jnp.sin)(x), rtol=1e-5)
+
+
+def test_an_axis_that_no_vmap_maps_is_another_mistake():
+    mesh = explicit_mesh(4, 2)
+    with jax.set_mesh(mesh):
+        x = put(jnp.ones((8, 4)), mesh, "x")
+        with pytest.raises(ShardingError, match=r"no input is sharded over \['y'\]"):
+            jax.vmap(torch2jax(torch.sin, out_specs=P("y")))(x)
 
 
 def test_scan_and_remat_over_shards(getkey):

@@ -386,6 +386,35 @@ def runs_of(f: Callable[..., Any], *args: Any) -> tuple[int, Any]:
     return len(RUNS) - before, result
 
 
+STATEFUL = {
+    "one example": lambda x: np.asarray(x)[:1],
+    "one example, gathered": lambda x: x.at[:1].get(out_sharding=P()),
+    "the whole batch": lambda x: jax.sharding.reshard(x, P()),
+}
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("part", STATEFUL.values(), ids=STATEFUL)
+def test_a_trained_model_with_out_specs_on_what_is_not_sharded(data, part, jit):
+    """`from_torch(model)` is the same model without `out_specs`; its state stays valid."""
+    x, _ = data
+    module = torch.nn.Sequential(network(), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5))
+    mesh = make_mesh(4, "b")
+    with jax.set_mesh(mesh):
+        made = eqx.nn.make_with_state(from_torch)(module, out_specs=P("b"))
+        model, state = eqx.filter_shard(made, P())
+        x = jax.device_put(x, NamedSharding(mesh, P("b")))
+        _, state = model(x, state=state, key=jax.random.key(0))
+        model, part = eqx.nn.inference_mode(model), part(x)
+        with pytest.raises(ShardingError, match="with the weights of `model` and for the same st"):
+            jit(model)(part, state=state)
+        local = from_torch(model)
+        y, after = jit(local)(part, state=state)
+        expected, _ = model(x, state=after)
+    assert_trees_equal(y, np.asarray(expected)[: len(part)], rtol=1e-5)
+    assert all(local.params[name] is model.params[name] for name in model.params)
+
+
 def test_an_ensemble_is_one_batched_call(data):
     nets = members(lambda: torch.nn.Linear(4, 8), torch.nn.Tanh, lambda: torch.nn.Linear(8, 2))
     ensemble = stack_modules([from_torch(net) for net in nets])

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from jax.sharding import AxisType, PartitionSpec as P
@@ -164,8 +165,8 @@ def test_out_specs_over_the_axes_of_the_shard_map():
 WARNING = (
     "`sin` is called in a program over 8 devices, and the types of its inputs do not prove that "
     "they are replicated. If they are sharded, XLA gathers them onto every device and every "
-    "device computes the whole. Use a mesh with explicit axes (`jax.make_mesh(..., "
-    "axis_types=(AxisType.Explicit,))`) and pass `out_specs=`, or call it inside `jax.shard_map`."
+    "device computes the whole. Choose a mesh with explicit axes, `jax.set_mesh(jax.make_mesh(..., "
+    "axis_types=(AxisType.Explicit,)))`, and pass `out_specs=`, or call it inside `jax.shard_map`."
 )
 
 
@@ -175,6 +176,55 @@ def test_auto_axes_are_right_and_warn_once(getkey, recwarn):
     f = jax.jit(torch2jax(torch.sin))
     for _ in range(3):
         assert_trees_equal(f(put(x, mesh, "x")), jnp.sin(x))
+    assert [str(w.message) for w in recwarn.list] == [WARNING]
+
+
+UNSHARDED = {
+    "eager": lambda f, early: f(early),
+    "NumPy": lambda f, early: f(np.asarray(early)),
+    "jit": lambda f, early: jax.jit(f)(early),
+    "NumPy under jit": lambda f, early: jax.jit(f)(np.asarray(early)),
+    "constant": lambda f, early: jax.jit(lambda: f(early))(),
+    "scan": lambda f, early: jax.jit(
+        lambda x: jax.lax.scan(lambda _, x: (None, f(x)), None, x[None])[1][0]
+    )(early),
+    "gradient": lambda f, early: jax.jit(jax.grad(scalar(f)))(np.asarray(early)),
+}
+
+
+@pytest.mark.parametrize("call", UNSHARDED.values(), ids=UNSHARDED)
+def test_on_a_mesh_of_explicit_axes_what_nobody_sharded_is_whole_everywhere(getkey, recwarn, call):
+    early = random_array(getkey, (16,))  # before there was a mesh
+    shapes = []
+
+    def sin(x):
+        shapes.append(x.shape)
+        return x.sin()
+
+    f = torch2jax(sin, output_shapes=early)
+    with jax.set_mesh(jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))):
+        assert_trees_equal(call(f, early), call(jnp.sin, early), rtol=1e-5)
+    assert not recwarn.list
+    assert shapes == [(16,)] * 8
+
+
+def test_what_nobody_sharded_is_not_gathered_for_what_somebody_did(getkey, recwarn):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    x, y = np.asarray(random_array(getkey, (16,))), random_array(getkey, (16,))
+    f = lambda x, y: torch2jax(torch.sin)(x) * y  # noqa: E731
+    with jax.set_mesh(mesh):
+        sharded = put(y, mesh, "x")
+        assert_trees_equal(jax.jit(f)(x, sharded), jnp.sin(x) * y)
+        assert collectives(f, x, sharded) == set()
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("kinds", ["Auto Auto", "Explicit Auto"])
+def test_an_unsharded_array_where_axes_are_auto_warns(getkey, recwarn, kinds):
+    kinds = tuple(AxisType[kind] for kind in kinds.split())
+    x = np.asarray(random_array(getkey, (16,)))
+    with jax.set_mesh(jax.make_mesh((4, 2), ("x", "y"), axis_types=kinds)):
+        assert_trees_equal(jax.jit(torch2jax(torch.sin))(x), jnp.sin(x))
     assert [str(w.message) for w in recwarn.list] == [WARNING]
 
 

@@ -9,7 +9,9 @@ logged at once and stays pending, and it is raised once, by the first that comes
 - a torch call in a program on one device, compiled long ago or not;
 - `check_errors()`.
 
-If none comes, it is logged again when the interpreter ends.
+If none comes, it is logged again when the interpreter ends. While it is pending, further errors of
+the same origin, which are those of one mistake on other devices or at later steps, are logged
+without their traceback.
 
 A compiled program over several devices runs as usual while an error is pending. All its devices
 would have to raise at the same call, and they cannot agree on one: they come to it at different
@@ -24,7 +26,7 @@ import dataclasses
 import logging
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias
 
 import jax
@@ -42,10 +44,17 @@ _LOGGER = logging.getLogger("eqx_torch")
 
 @dataclasses.dataclass
 class Failure:
-    """An error that was not raised where it arose, and how many have come since."""
+    """An error that was not raised where it arose, and what has come since.
+
+    Attributes:
+        error: the error.
+        later: how many have come since.
+        devices: for each origin of an error, the device that it was first on.
+    """
 
     error: BaseException
     later: int = 0
+    devices: dict[Hashable, str] = dataclasses.field(default_factory=dict)
 
 
 class Failures:
@@ -60,13 +69,17 @@ class Failures:
         self.pending: list[Failure] = []
         self._lock = threading.Lock()
 
-    def add(self, error: BaseException) -> None:
-        """Takes an error that has been logged."""
+    def add(self, error: BaseException, device: str, origin: Hashable) -> str | None:
+        """Takes an error; gives the device of the first of this origin, None if it is the first."""
         with self._lock:
             if self.pending:
                 self.pending[0].later += 1
             else:
                 self.pending.append(Failure(error))
+            devices = self.pending[0].devices
+            first = devices.get(origin)
+            devices.setdefault(origin, device)
+            return first
 
     def _taken(self) -> BaseException | None:
         """The pending error, which then is the caller's."""
@@ -162,24 +175,45 @@ def poisoning(program: Program, run: Callback, platform: str, devices: int) -> C
         except BaseException as error:
             poison([from_dlpack(b.__dlpack__()) for b in buffers[count:]])
             _, ordinal = buffers[-1].__dlpack_device__()
-            device = f"{platform}:{ordinal}{process}"
-            _report(error, f"`{program.leaf.name}` on device {device}, one of {devices}")
+            _report(error, program.leaf.name, f"{platform}:{ordinal}{process}", devices)
             return ()
 
     return run_poisoning
 
 
-def _report(error: BaseException, where: str) -> None:
+def _report(error: BaseException, name: str, device: str, devices: int) -> None:
+    """Keeps an error and logs it, in one line if the same one was logged and is still pending."""
     _forget_tensors(error)
+    where = f"`{name}` on device {device}, one of {devices}"
     error.add_note(f"Raised by {where}, where its outputs were then filled with NaN.")
-    FAILURES.add(error)
+    first = FAILURES.add(error, device, (name, _origin(error)))
     with contextlib.suppress(Exception):  # a handler of the user's must not raise here either
-        _LOGGER.error(
-            "torch raised in %s. Its outputs there are NaN (integers: the smallest; bools: False). "
-            "The next torch call that can raises this error, or `eqx_torch.check_errors()`.",
-            where,
-            exc_info=error,
-        )
+        if first is None:
+            _LOGGER.error(
+                "torch raised in %s. Its outputs there are NaN (integers: the smallest; bools: "
+                "False). The next torch call that can raises this error, or "
+                "`eqx_torch.check_errors()`.",
+                where,
+                exc_info=error,
+            )
+        else:
+            summary = f"{type(error).__name__}: {error}".partition("\n")[0]
+            _LOGGER.error(
+                "torch raised in %s: %s. Its traceback is that of the error on %s.",
+                where,
+                summary,
+                first,
+            )
+
+
+def _origin(error: BaseException) -> Hashable:
+    """What errors share that one mistake makes on several devices, whatever values they name.
+
+    The lines of this package say nothing of whose mistake it was; its messages do.
+    """
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = tuple((frame.f_code.co_filename, line) for frame, line in frames)
+    return type(error), lines, str(error) if isinstance(error, EqxTorchError) else None
 
 
 def _forget_tensors(error: BaseException | None) -> None:

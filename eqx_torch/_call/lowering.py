@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from jax.interpreters import mlir
+from jax.sharding import get_abstract_mesh
 
 from .._compat import callback_target, explicit_axes, lower_callback
 from .._deadlocks import entry, refuse_deadlock
@@ -53,24 +54,28 @@ def _num_devices(ctx: mlir.LoweringRuleContext) -> int:
 def _warn_if_gathered(ctx: mlir.LoweringRuleContext, program: Program) -> None:
     """Warns where XLA may gather sharded inputs onto every device without anyone's asking.
 
-    Inside manual axes the inputs are local shards; types with explicit axes only prove that the
-    inputs are replicated. Everything else is XLA's choice, and unknown when JAX traces.
+    Inside manual axes the inputs are local shards. Where all axes are explicit, types prove that
+    the inputs are replicated; an input of no mesh is then one that nobody has sharded: a NumPy
+    array, a constant, or an array made on one device. Everything else is XLA's choice, and unknown
+    when JAX traces.
     """
     context = ctx.module_context.axis_context
     if not isinstance(context, mlir.ShardingContext) or context.num_devices == 1:
         return
-    if all(_proves_replicated(aval) for aval in ctx.avals_in):
+    avals: Sequence[Any] = ctx.avals_in
+    meshes = [aval.sharding.mesh for aval in avals] + [get_abstract_mesh()]
+    of_program = [mesh for mesh in meshes if not mesh.empty]
+    if of_program and all(map(_is_explicit, of_program)):
         return
     warnings.warn(
         f"`{program.leaf.name}` is called in a program over {context.num_devices} devices, and "
         "the types of its inputs do not prove that they are replicated. If they are sharded, XLA "
-        "gathers them onto every device and every device computes the whole. Use a mesh with "
-        "explicit axes (`jax.make_mesh(..., axis_types=(AxisType.Explicit,))`) and pass "
-        "`out_specs=`, or call it inside `jax.shard_map`.",
+        "gathers them onto every device and every device computes the whole. Choose a mesh with "
+        "explicit axes, `jax.set_mesh(jax.make_mesh(..., axis_types=(AxisType.Explicit,)))`, and "
+        "pass `out_specs=`, or call it inside `jax.shard_map`.",
         stacklevel=2,
     )
 
 
-def _proves_replicated(aval: Any) -> bool:
-    mesh = aval.sharding.mesh
-    return not mesh.empty and explicit_axes(mesh) == frozenset(mesh.axis_names)
+def _is_explicit(mesh: Any) -> bool:
+    return explicit_axes(mesh) == frozenset(mesh.axis_names)

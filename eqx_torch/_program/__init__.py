@@ -10,6 +10,7 @@ from .batch import Vmap as Vmap
 from .bits import same_bits as same_bits
 from .calculus import adjoint as adjoint, differential as differential, untaped as untaped
 from .derivative import Jvp as Jvp, Vjp as Vjp
+from .dtype_hints import dtype_hint as dtype_hint
 from .exclusive import EXCLUSIVE as EXCLUSIVE
 from .function import (
     Compiled as Compiled,

@@ -20,6 +20,7 @@ from .._trees import flatten, leaf_paths, Structure
 from .base import Indices, Program, Spec, Tensors
 from .bits import same_bits
 from .declared import as_declared
+from .dtype_hints import dtype_hint
 from .function import Effects, TorchFunction
 from .site import Site
 
@@ -163,17 +164,13 @@ class Leaf(Program):
         own = isinstance(error, EqxTorchError | KeyError)  # KeyError shows its message as a literal
         if own or not (error.args and type(error.args[0]) is str):
             return
-        error.args = (f"{error.args[0]}\n{self._what_torch_saw(tensors)}", *error.args[1:])
+        error.args = (f"{error.args[0]}\n{self._what_torch_saw(error, tensors)}", *error.args[1:])
 
-    def _what_torch_saw(self, tensors: Tensors) -> str:
+    def _what_torch_saw(self, error: Exception, tensors: Tensors) -> str:
         shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
         note = f"`{self.name}` was called on {self.function.described(self.site, shown)}."
-        if not self.x64 and any(t.dtype is torch.int32 for t in tensors):
-            note += (
-                " JAX holds int64 in 32 bits: where torch wants int64, as for class labels, write "
-                "`.long()` in it, or pass an example with int64 labels when it is wrapped."
-            )
-        return note
+        named = [(input_label(self, i), t.dtype) for i, t in enumerate(tensors)]
+        return f"{note} {dtype_hint(error, named, self.x64)}".rstrip()
 
     def _checked(self, result: Any) -> list[torch.Tensor]:
         if self._single and isinstance(result, torch.Tensor):
