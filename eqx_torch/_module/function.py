@@ -15,7 +15,7 @@ import torch
 
 from .._errors import ModuleError
 from .._program import Compiled, Kept, Lock, Residuals, Site, Tensors, TorchFunction, VmapMethod
-from .._trees import flatten
+from .._trees import flatten, Structure
 from .._watch import Draws, untouched, Watch
 from .blueprint import Blueprint, Skeleton
 from .rng import SEEDING
@@ -143,6 +143,9 @@ class ModuleFunction(TorchFunction):
         if index == "0":
             return super().output_label(rest)
         return f"buffer {self.blueprint.names.state[int(index) - 1]}"
+
+    def of_result(self, structure: Structure) -> Structure:
+        return flatten(structure.in_jax(range(structure.num_leaves))[0])[1]
 
     @contextlib.contextmanager
     def trial(self, watch: Watch) -> Iterator[Callable[[Sequence[Any], Mapping[str, Any]], Any]]:
