@@ -4,9 +4,11 @@ Each private import stands here with the reason why no public name would do, so 
 release of JAX or torch can only break this file.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import equinox as eqx
 import jax
 import jax.core
 import numpy as np
@@ -275,3 +277,13 @@ def axes_of_type(mesh: Any, axis_type: AxisType) -> frozenset[str]:
     """The names of the mesh axes of one type."""
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return frozenset(name for name, kind in pairs if kind == axis_type)
+
+
+def called_by_make_with_state() -> bool:
+    """Whether the caller of this was itself called by `eqx.nn.make_with_state`.
+
+    Equinox then takes the initial state out of what the caller returns, and its message for a model
+    that has none left tells to do what was done. Nothing but the frame tells the caller of this.
+    """
+    caller = sys._getframe(2)
+    return caller.f_globals.get("__name__") == eqx.nn.make_with_state.__module__

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.sharding import PartitionSpec
 
 from ._ambient import Ambient
 from ._call import call, FAILURES
@@ -81,9 +82,9 @@ class Arguments:
 class PerShard:
     """What is done on each device around a call that is split over a mesh: nothing, here."""
 
-    def out_specs(self, out_specs: Any) -> Any:
-        """The specs of all outputs, given what the user said of theirs."""
-        return out_specs
+    def out_specs(self, specs: list[PartitionSpec]) -> list[PartitionSpec]:
+        """The specs of all outputs, given those of what the user's function returns."""
+        return specs
 
     def enter(self, shards: Sequence[Any], axes: frozenset[str]) -> Sequence[Any]:
         """The inputs of the call, given the shards."""
@@ -156,7 +157,8 @@ def _sharded(
 ) -> list[Any]:
     name, label = leaf.name, leaf.function.label
     named = lambda path: leaf.function.output_label(path) or "the output"  # noqa: E731
-    specs = out_spec_list(name, per_shard.out_specs(out_specs), leaf.structure)
+    returned = leaf.function.of_result(leaf.structure)
+    specs = per_shard.out_specs(out_spec_list(name, out_specs, returned))
     ins = zip(leaf.site.paths, leaf.ins, split.in_specs, strict=True)
     outs = zip(leaf_paths(leaf.structure), leaf.outs, specs, strict=True)
     local = dataclasses.replace(

@@ -436,10 +436,14 @@ def test_an_ensemble_is_one_batched_call(data):
         assert_trees_equal({n: g[i] for n, g in grads.params.items()}, expected, rtol=1e-4)
 
 
-def test_an_ensemble_with_statistics(data):
+@pytest.mark.parametrize("paired", [False, True])
+def test_an_ensemble_with_statistics(data, paired):
     nets = members(lambda: torch.nn.Linear(4, 8), lambda: torch.nn.BatchNorm1d(8))
-    stack = lambda: stack_modules([from_torch(net) for net in nets])  # noqa: E731
-    ensemble, states = eqx.nn.make_with_state(stack)()
+    if paired:
+        ensemble, states = stack_modules([eqx.nn.make_with_state(from_torch)(net) for net in nets])
+    else:
+        stack = lambda: stack_modules([from_torch(net) for net in nets])  # noqa: E731
+        ensemble, states = eqx.nn.make_with_state(stack)()
 
     @eqx.filter_jit
     @eqx.filter_vmap(in_axes=(eqx.if_array(0), 0, None))

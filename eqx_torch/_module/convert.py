@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from .._arrays import t2j
+from .._compat import called_by_make_with_state
 from .._dtypes import canonical_dtype, dtype_t2j, is_inexact
 from .._errors import InputError, ModuleError
 from .._examples import Examples
@@ -68,7 +69,8 @@ def from_torch(
 
     **Raises:**
 
-    `ModuleError` for a module that cannot be converted, with what to do first.
+    `ModuleError` for a module that cannot be converted, with what to do first; `InputError` for
+    options that do not fit.
 
     !!! example
 
@@ -82,6 +84,7 @@ def from_torch(
         method, output_shapes, out_specs, held, depth, vmap_method, residuals, signature
     )
     if isinstance(module, TorchModule):
+        _check_has_state(module, state, at_making=called_by_make_with_state())
         return _with_options(module, options, example_args, example_kw)
     check_convertible(module)
     if out_specs is not None:
@@ -197,6 +200,22 @@ def _state_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 def _check_method(module: torch.nn.Module, method: str) -> None:
     if not callable(getattr(module, method, None)):
         raise InputError(f"`{type(module).__name__}` has no method `{method}` to convert.")
+
+
+def _check_has_state(model: TorchModule, state: Any, at_making: bool) -> None:
+    """Raises if a model's state is to be chosen or made a second time."""
+    name = model.core.name
+    if state is not None:
+        raise InputError(
+            f"`state=` names the buffers that the forward of a torch module changes, but "
+            f"`{name}` is converted already, and its state is known. Leave it out."
+        )
+    if at_making and model.buffers is not None and not isinstance(model.buffers.init, dict):
+        raise ModuleError(
+            f"`{name}` has a state already, made by `eqx.nn.make_with_state`, and no longer holds "
+            "the initial one. Write `from_torch(model, ...)` without `make_with_state`, and pass "
+            "the state of `model`, which the result shares."
+        )
 
 
 def _check_state(module: torch.nn.Module, state: Sequence[str], buffers: Sequence[str]) -> None:

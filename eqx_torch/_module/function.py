@@ -26,7 +26,7 @@ from .._program import (
     TorchFunction,
     VmapMethod,
 )
-from .._trees import flatten
+from .._trees import flatten, Structure
 from .._watch import Draws, untouched, Watch
 from .blueprint import Blueprint, Skeleton
 from .rng import SEEDING
@@ -157,6 +157,9 @@ class ModuleFunction(TorchFunction):
         if index == "0":
             return super().output_label(rest)
         return f"buffer {self.blueprint.names.state[int(index) - 1]}"
+
+    def of_result(self, structure: Structure) -> Structure:
+        return flatten(structure.in_jax(range(structure.num_leaves))[0])[1]
 
     @contextlib.contextmanager
     def trial(self, watch: Watch) -> Iterator[Callable[[Sequence[Any], Mapping[str, Any]], Any]]:

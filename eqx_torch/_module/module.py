@@ -12,23 +12,14 @@ from .._errors import InputError, ModuleError
 from .._invoke import Arguments, invoke
 from .._probe import Outputs
 from .._sharding import check_replicated
+from .attributes import missing_attribute
 from .core import Core
 from .function import first, missing_key
+from .keywords import Keywords
 from .shards import ModuleShards, seed_of
 
 
 _ON_THE_MESH = "state = jax.device_put(state, jax.NamedSharding(mesh, P()))"
-
-_TORCH_HABITS = {
-    "eval": "model = eqx.nn.inference_mode(model)",
-    "train": "model = eqx.nn.inference_mode(model, value=False)",
-    "state_dict": "eqx_torch.state_dict(model)",
-    "load_state_dict": "model = eqx_torch.load_state_dict(model, sd)",
-    "parameters": "model.params",
-    "named_parameters": "model.params",
-    "requires_grad_": "eqx.partition(model, eqx_torch.trainable(model))",
-    "to": "jax.device_put(model.params, ...)",
-}
 
 
 class TorchModule(eqx.nn.StatefulLayer):
@@ -93,7 +84,8 @@ class TorchModule(eqx.nn.StatefulLayer):
         **Raises:**
 
         `ModuleError` if the forward draws random numbers and `key` is missing, or changes buffers
-        and `state` is missing; and what `torch2jax` raises.
+        and `state` is missing; `InputError` if either is no such thing or was passed by position;
+        and what `torch2jax` raises.
 
         !!! example
 
@@ -105,7 +97,7 @@ class TorchModule(eqx.nn.StatefulLayer):
             >>> y.shape
             (8, 3)
         """
-        own = _Own(self.core, kwargs)
+        own = Keywords(self.core, args, kwargs)
         buffers = self._buffers_for(own.state)
         result, *new_buffers = _run(self, buffers, own.key, args, own.rest)
         if own.state is None:
@@ -117,8 +109,15 @@ class TorchModule(eqx.nn.StatefulLayer):
         return result, _updated(own.state, self.buffers, new)
 
     def __getattr__(self, name: str) -> Any:
-        remedy = f" Write `{_TORCH_HABITS[name]}`." if name in _TORCH_HABITS else ""
-        raise AttributeError(f"a TorchModule has no attribute `{name}`.{remedy}")
+        raise AttributeError(missing_attribute(vars(self).get("core"), name))
+
+    def __hash__(self) -> int:
+        raise ModuleError(
+            f"`{self.core.name}` cannot be hashed, as its parameters are arrays, so it cannot be "
+            "what `jax.jit` compiles, nor a static argument of it. Write `eqx.filter_jit(model)`, "
+            "or pass the model to a function under `eqx.filter_jit`; for other transformations "
+            "of JAX's, as `jax.checkpoint`, write `lambda x: model(x)`."
+        )
 
     def is_stateful(self) -> bool:
         """Whether the forward changes buffers, so that calls take and return a state.
@@ -140,37 +139,12 @@ class TorchModule(eqx.nn.StatefulLayer):
         if self.buffers is None:
             return {}
         if state is not None:
-            return _without_derivatives(self.core, _own_buffers(self.core, self.buffers, state))
+            return _without_derivatives(self.core, own_buffers(self.core, self.buffers, state))
         changing = self.core.blueprint.changing(self.inference)
         init = self.buffers.init
         if changing or not isinstance(init, dict):
             raise ModuleError(_missing_state(self.core, changing))
         return _without_derivatives(self.core, init)
-
-
-class _Own:
-    """The keyword arguments of a call, with those taken out that are not the forward's."""
-
-    def __init__(self, core: Core, kwargs: dict[str, Any]) -> None:
-        self.rest = dict(kwargs)
-        self.state: eqx.nn.State | None = None
-        self.key: jax.Array | None = None
-        state = self.rest.get("state")
-        if "state" not in core.arguments or isinstance(state, eqx.nn.State):
-            self.state = self._take_state(core)
-        key = self.rest.get("key")
-        if "key" not in core.arguments or _is_typed_key(key):
-            self.key = self.rest.pop("key", None)
-
-    def _take_state(self, core: Core) -> eqx.nn.State | None:
-        state = self.rest.pop("state", None)
-        if state is not None and not isinstance(state, eqx.nn.State):
-            raise InputError(
-                f"`state=` of `{core.name}` is a {type(state).__name__}, but takes the "
-                "`equinox.nn.State` of "
-                "`model, state = eqx.nn.make_with_state(from_torch)(module)`."
-            )
-        return state
 
 
 def _run(
@@ -230,7 +204,8 @@ def _updated(
     return state.update(jax.tree.unflatten(jax.tree.structure(own), jax.tree.leaves(new)))
 
 
-def _own_buffers(core: Core, index: eqx.nn.StateIndex, state: eqx.nn.State) -> dict[str, jax.Array]:
+def own_buffers(core: Core, index: eqx.nn.StateIndex, state: eqx.nn.State) -> dict[str, jax.Array]:
+    """The buffers that a state holds for one model."""
     try:
         buffers = state.get(index)
     except KeyError:
@@ -279,10 +254,6 @@ def _check_parameters(module: TorchModule) -> None:
                 f"the torch module has {list(expected.shape)}. If this is a stack of modules, "
                 "call it under `eqx.filter_vmap`."
             )
-
-
-def _is_typed_key(key: Any) -> bool:
-    return isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
 
 
 def _missing_state(core: Core, changing: list[str]) -> str:

@@ -17,8 +17,8 @@ class ModuleShards(PerShard):
         self._seed = seed
         self._num_buffers = num_buffers
 
-    def out_specs(self, out_specs: Any) -> Any:
-        return out_specs, *[P()] * self._num_buffers
+    def out_specs(self, specs: list[P]) -> list[P]:
+        return specs + [P()] * self._num_buffers
 
     def enter(self, shards: Sequence[Any], axes: frozenset[str]) -> Sequence[Any]:
         if self._seed is None:

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 from .._swaps import seems_to_swap
+from .._trees import Structure
 from .._watch import untouched, Watch
 from .base import Tensors
 from .site import argument_name, Site
@@ -191,6 +192,10 @@ class TorchFunction:
     def output_label(self, path: str) -> str:
         """How messages call the output at a path; nothing if it is the only one."""
         return f"output{path}" if path else ""
+
+    def of_result(self, structure: Structure) -> Structure:
+        """The structure of what the user's function returns, which all outputs may exceed."""
+        return structure
 
     def prepared(self, site: Site) -> Callable[[Tensors, bool], Any]:
         """The function of the arrays of a call at one site, prepared for many calls.

@@ -226,10 +226,11 @@ class Leaf(Program):
         for path, result in zip(leaf_paths(structure), results, strict=True):
             if not isinstance(result, torch.Tensor):
                 return OutputError(not_a_tensor(self.function, path, result))
+        declared, returned = map(self.function.of_result, (self.structure, structure))
         return OutputError(
             f"`{self.name}` returned another structure than was declared.\n"
-            f"  declared by {self.source}: {self.structure}\n"
-            f"  returned: {structure}\n"
+            f"  declared by {self.source}: {declared}\n"
+            f"  returned: {returned}\n"
             "Return the same structure on every call, or declare the right one, in the annotation "
             "or by `output_shapes=`."
         )
