@@ -61,7 +61,9 @@ def torch2jax(
     - `out_specs`: for inputs that are sharded over explicit mesh axes: how the outputs are, a
         `jax.sharding.PartitionSpec` or a prefix tree of them. `fn` is then called on each shard.
     - `lock`: True to hold one process-wide lock while `fn` or a derivative of it runs (devices
-        call it concurrently from different threads), or a context manager to hold instead.
+        call it concurrently from different threads), or a context manager to hold instead. Where
+        `fn` is found to replace a module's parameters (`torch.func.functional_call`), the
+        process-wide lock is held in any case.
     - `depth`: how often the result may be differentiated; None for any number of times.
     - `nondiff_argnums`: positions of arguments that derivatives leave out, as if constant.
     - `nondiff_mask`: a tree of bools, or a prefix of one, like the positional arguments, True on

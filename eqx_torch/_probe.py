@@ -18,9 +18,9 @@ import jax
 import torch
 
 from ._compat import FakeTensorMode
-from ._dtypes import canonical_dtype, dtype_j2t
+from ._dtypes import canonical_dtype, dtype_j2t, x64_enabled
 from ._errors import EqxTorchError, InputError, OutputError, ShapeError
-from ._program import Effects, not_a_tensor, PROCESS_LOCK, Site, Spec, TorchFunction
+from ._program import dtype_hint, Effects, not_a_tensor, PROCESS_LOCK, Site, Spec, TorchFunction
 from ._swaps import Swaps
 from ._trees import flatten, leaf_paths, Structure
 from ._watch import Exposure, Watch
@@ -154,11 +154,21 @@ def _not_inferred(
     return ShapeError(
         f"cannot infer what `{function.name}` returns for {inputs}: running it on zeros of these "
         f"shapes raised {type(error).__name__}: {error}"
-        f"{_advice(function, site, error, refusal)}"
+        f"{_advice(function, site, in_specs, error, refusal)}"
     )
 
 
-def _advice(function: TorchFunction, site: Site, error: Exception, refusal: Exception) -> str:
+def _advice(
+    function: TorchFunction,
+    site: Site,
+    in_specs: Sequence[Spec],
+    error: Exception,
+    refusal: Exception,
+) -> str:
+    """What to write instead, on a line of its own; nothing if torch's message has to do."""
+    hint = dtype_hint(error, _dtypes(function, site, in_specs), x64_enabled())
+    if hint:
+        return f"\n{hint}"
     numbers = _numbers(function, site)
     if _is_about_jax(error):
         return (
@@ -176,6 +186,14 @@ def _advice(function: TorchFunction, site: Site, error: Exception, refusal: Exce
         "\nIf the inputs are right, declare the outputs: `output_shapes=` takes a tree of "
         "`jax.ShapeDtypeStruct`, and the function is then not run to infer them."
     )
+
+
+def _dtypes(
+    function: TorchFunction, site: Site, in_specs: Sequence[Spec]
+) -> list[tuple[str, torch.dtype]]:
+    """The dtype that torch was given for each input, by name."""
+    triples = zip(site.paths, in_specs, site.restored, strict=True)
+    return [(function.label(p), restored or dtype_j2t(s.dtype)) for p, s, restored in triples]
 
 
 def _is_about_jax(error: Exception) -> bool:

@@ -1,5 +1,7 @@
 """Batches of attention, which on a CPU torch itself computes in a loop."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -105,3 +107,22 @@ def test_an_ensemble_of_transformers(getkey):
     call_all = eqx.filter_vmap(lambda model: model(x), in_axes=eqx.if_array(0))
     ensemble = call_all(stack_modules(members))
     assert_trees_equal(ensemble, jnp.stack([m(x) for m in members]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_second_derivative_says_how_to_turn_fused_attention_off(getkey):
+    q = random(getkey(), SHAPES[0], None)
+    loss = torch2jax(lambda q: scaled_dot_product_attention(q, q, q).square().sum())
+    hint = (
+        "Fused attention has one derivative only. Turn it off before the first call, by "
+        "`torch.backends.cuda.enable_flash_sdp(False)`"
+    )
+    with pytest.raises(Exception, match=re.escape(hint)):
+        jax.block_until_ready(jax.hessian(loss)(q))
+    enabled = torch.backends.cuda.flash_sdp_enabled()
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        actual = jax.block_until_ready(jax.hessian(loss)(q))
+    finally:
+        torch.backends.cuda.enable_flash_sdp(enabled)
+    expected = jax.hessian(lambda q: (by_jax(q, q, q) ** 2).sum())(q)
+    assert_trees_equal(actual, expected, rtol=1e-3, atol=1e-4)

@@ -325,6 +325,21 @@ def test_jax_arrays_in_torch_code(f):
     assert str(info.value).endswith(message)
 
 
+def test_labels_that_torch_wants_in_64_bits():
+    with pytest.raises(ShapeError, match="\nJAX holds int64 in 32 bits: where torch wants int64"):
+        torch2jax(lambda i: torch.nn.functional.one_hot(i, 3))(jnp.arange(3))
+
+
+def test_random_numbers_of_torchs_own():
+    with pytest.warns(UserWarning, match="`f` draws random numbers from torch's own generator"):
+
+        @torch2jax
+        def f(x):
+            return x + torch.rand(4)
+
+        jax.eval_shape(f, X)
+
+
 def test_a_mistake_that_no_values_are_needed_for_gets_no_advice_on_values():
     with pytest.raises(ShapeError) as info:
         torch2jax(lambda x: x @ torch.ones(7))(X)

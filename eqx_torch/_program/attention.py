@@ -1,4 +1,4 @@
-"""The batching rule of attention on a CPU, which torch has not.
+"""Fused attention: the batching rule that torch has not, and what to do without its derivatives.
 
 On a CPU `torch.nn.functional.scaled_dot_product_attention` is one fused operator, and torch
 computes a batch of its calls in a loop. But the operator knows batches itself: each entry of the
@@ -21,6 +21,19 @@ def load_attention() -> None:
     """Lets `torch.func.vmap` batch attention on a CPU, for whoever calls it."""
     for operator in CPU_ATTENTION:
         register_batching_rule(operator, _batch)
+
+
+def attention_hint(error: BaseException) -> str:
+    """What to do where torch has no derivative of fused attention; nothing for other errors."""
+    message = str(error)
+    if "derivative for aten::_scaled_dot_product" not in message:
+        return ""
+    return (
+        "Fused attention has one derivative only. Turn it off before the first call, by "
+        "`torch.backends.cuda.enable_flash_sdp(False)` (on a CPU too; on a GPU also "
+        "`enable_mem_efficient_sdp(False)` and `enable_cudnn_sdp(False)`), or build a model of "
+        '`transformers` with `attn_implementation="eager"`.'
+    )
 
 
 def _batch(

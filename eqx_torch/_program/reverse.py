@@ -15,6 +15,7 @@ import torch
 
 from .._compat import run_backward
 from .._errors import EqxTorchError
+from .attention import attention_hint
 from .base import Derivative, pick, replaced, Tensors
 from .tape import Tape
 
@@ -114,8 +115,18 @@ def refuse_errors(outputs: Tensors) -> None:
             continue
         seen.add(node)
         if node.name() == "torch::autograd::Error":
-            node(torch.zeros(()))
+            _raise_error_of(node)
         pending.extend(behind for behind, _ in node.next_functions)
+
+
+def _raise_error_of(node: Any) -> None:
+    try:
+        node(torch.zeros(()))
+    except RuntimeError as error:
+        hint = attention_hint(error)
+        if not hint:
+            raise
+        raise RuntimeError(f"{error}\n{hint}") from None
 
 
 def _refuse_detached(vjp: Derivative, grads: Tensors) -> None:
