@@ -16,6 +16,15 @@ import torch
 from .._compat import CPU_ATTENTION, register_batching_rule
 
 
+_NO_DERIVATIVE = "derivative for aten::_scaled_dot_product"
+_REMEDY = (
+    "Fused attention has one derivative only. Turn it off before the first call, by "
+    "`torch.backends.cuda.enable_flash_sdp(False)` (on a CPU too; on a GPU also "
+    "`enable_mem_efficient_sdp(False)` and `enable_cudnn_sdp(False)`), or build a model of "
+    '`transformers` with `attn_implementation="eager"`.'
+)
+
+
 @functools.cache
 def load_attention() -> None:
     """Lets `torch.func.vmap` batch attention on a CPU, for whoever calls it."""
@@ -23,17 +32,10 @@ def load_attention() -> None:
         register_batching_rule(operator, _batch)
 
 
-def attention_hint(error: BaseException) -> str:
-    """What to do where torch has no derivative of fused attention; nothing for other errors."""
-    message = str(error)
-    if "derivative for aten::_scaled_dot_product" not in message:
-        return ""
-    return (
-        "Fused attention has one derivative only. Turn it off before the first call, by "
-        "`torch.backends.cuda.enable_flash_sdp(False)` (on a CPU too; on a GPU also "
-        "`enable_mem_efficient_sdp(False)` and `enable_cudnn_sdp(False)`), or build a model of "
-        '`transformers` with `attn_implementation="eager"`.'
-    )
+def explain_attention(error: RuntimeError) -> None:
+    """Says, where torch has no derivative of fused attention, what to do."""
+    if _NO_DERIVATIVE in str(error):
+        error.args = (f"{error}\n{_REMEDY}",)
 
 
 def _batch(

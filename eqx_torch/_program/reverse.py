@@ -15,7 +15,7 @@ import torch
 
 from .._compat import run_backward
 from .._errors import EqxTorchError
-from .attention import attention_hint
+from .attention import explain_attention
 from .base import Derivative, pick, replaced, Tensors
 from .tape import Tape
 
@@ -123,10 +123,8 @@ def _raise_error_of(node: Any) -> None:
     try:
         node(torch.zeros(()))
     except RuntimeError as error:
-        hint = attention_hint(error)
-        if not hint:
-            raise
-        raise RuntimeError(f"{error}\n{hint}") from None
+        explain_attention(error)
+        raise
 
 
 def _refuse_detached(vjp: Derivative, grads: Tensors) -> None:
@@ -150,7 +148,11 @@ def _gradients_of(
     if not pairs:
         return [torch.zeros_like(x) for x in inputs]
     outputs, cotangents = zip(*pairs, strict=True)
-    grads = run_backward(outputs, cotangents, tuple(inputs), create_graph)
+    try:
+        grads = run_backward(outputs, cotangents, tuple(inputs), create_graph)
+    except RuntimeError as error:
+        explain_attention(error)
+        raise
     return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True)]
 
 
