@@ -81,6 +81,8 @@ NO_TANGENTS = {
     "triangular_solve": _SYMMETRIC,
 }
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*draws random numbers from torch's own generator")
+
 # Of every kind: elementwise, reducing, with lists of tensors, without gradients, complex, random,
 # writing to its input, with several results, sparse.
 FAST = _names("""
