@@ -20,7 +20,7 @@ import torch
 from ._compat import FakeTensorMode
 from ._dtypes import canonical_dtype, dtype_j2t, x64_enabled
 from ._errors import EqxTorchError, InputError, OutputError, ShapeError
-from ._program import dtype_hint, Effects, not_a_tensor, PROCESS_LOCK, Site, Spec, TorchFunction
+from ._program import dtype_hint, Effects, not_a_tensor, Site, Spec, TorchFunction
 from ._swaps import Swaps
 from ._trees import flatten, leaf_paths, Structure
 from ._watch import Exposure, Watch
@@ -87,9 +87,8 @@ def _try(
     source: str,
 ) -> _Trial:
     watch = Watch()
-    # Calls that run now may have put their tensors in the place of parameters that this run reads.
     with (
-        function.lock or PROCESS_LOCK,
+        function.lock_to_try() or contextlib.nullcontext(),
         site.ambient.in_force(),
         _eager(),
         function.trial(watch) as trial,

@@ -11,17 +11,18 @@ import torch
 
 CachedFunction = type(functools.lru_cache(lambda: None))
 
-_OPAQUE = (type, types.ModuleType, str, int, float, complex, bytes)
+_OPAQUE = (types.ModuleType, str, int, float, complex, bytes)
 _LIBRARIES = ("jax", "jaxlib", "numpy", "torch")
 
 
-def reachable(root: Any, enter: Callable[[Any], bool] = lambda item: True) -> Iterator[Any]:
+def reachable(root: Any, neighbours: Callable[[Any], Iterable[Any]] | None = None) -> Iterator[Any]:
     """Every object that can be reached from `root`, once.
 
     Args:
         root: a function, method, partial, module, callable object or container of these.
-        enter: whether to look at what an object reaches.
+        neighbours: what an object reaches at once; by default, what it may keep something in.
     """
+    neighbours = neighbours or kept_by
     seen: set[int] = set()
     pending = [root]
     while pending:
@@ -30,8 +31,7 @@ def reachable(root: Any, enter: Callable[[Any], bool] = lambda item: True) -> It
             continue
         seen.add(id(item))
         yield item
-        if enter(item):
-            pending.extend(_neighbours(item))
+        pending.extend(neighbours(item))
 
 
 def globals_of(function: types.FunctionType) -> dict[str, Any]:
@@ -52,7 +52,8 @@ def is_library(module: str | None) -> bool:
     return package in sys.stdlib_module_names or package in _LIBRARIES
 
 
-def _neighbours(item: Any) -> Iterable[Any]:
+def kept_by(item: Any) -> Iterable[Any]:
+    """What an object holds, and what a function names."""
     if isinstance(item, dict):
         return item.values()
     if isinstance(item, list | tuple | set):
@@ -69,6 +70,8 @@ def _neighbours(item: Any) -> Iterable[Any]:
         return [*own, *globals_of(item).values()]
     if isinstance(item, CachedFunction):
         return [item.__wrapped__]
+    if isinstance(item, type):
+        return []
     return [item.__dict__] if _is_users(item) else []
 
 

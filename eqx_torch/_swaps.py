@@ -6,15 +6,17 @@ other's parameters, and so would a run that only finds out shapes. So their call
 """
 
 import contextlib
+import itertools
+import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ._reachable import is_library, names_in, reachable
+from ._reachable import is_library, kept_by, names_in, reachable
 
 
 _SWAPPER = "functional_call"
@@ -22,6 +24,8 @@ _SWAPPER = "functional_call"
 
 class Swaps(contextlib.AbstractContextManager["Swaps"]):
     """Sees whether a module runs in this thread with tensors in the place of its parameters.
+
+    Tensors in the place of buffers, or parameters in that of others, are not seen.
 
     Attributes:
         any: whether one has.
@@ -51,16 +55,38 @@ def _is_swapped(module: torch.nn.Module) -> bool:
 
 
 def seems_to_swap(function: Callable[..., Any]) -> bool:
-    """Whether a function, or one that it can reach, names `torch.func.functional_call`.
+    """Whether a function, or one that it can reach, names `torch.func.functional_call`."""
+    return any(map(_names_swapper, reachable(function, _called_by)))
 
-    This is for functions that have not run. Methods that it calls by attributes are not looked at.
-    """
-    return any(
-        isinstance(item, types.FunctionType)
-        and (item.__name__ == _SWAPPER or _SWAPPER in names_in(item.__code__))
-        for item in reachable(function, enter=_is_users)
+
+def reaches_module(function: Callable[..., Any]) -> bool:
+    """Whether a function can reach a torch module, in which others may swap parameters."""
+    return any(isinstance(item, torch.nn.Module) for item in reachable(function))
+
+
+def _names_swapper(item: Any) -> bool:
+    return isinstance(item, types.FunctionType) and (
+        item.__name__ == _SWAPPER or _SWAPPER in names_in(item.__code__)
     )
 
 
+def _called_by(item: Any) -> Iterable[Any]:
+    """What an object may call: what it holds, and the methods of the user's classes."""
+    if isinstance(item, types.FunctionType):
+        return kept_by(item) if _is_users(item) else []
+    if isinstance(item, type):
+        return _methods(item)
+    return [type(item), *kept_by(item)]
+
+
+def _methods(cls: type) -> list[Any]:
+    own = [vars(c).values() for c in cls.__mro__ if _is_users(c)]
+    values = [getattr(x, "__func__", getattr(x, "fget", x)) for x in itertools.chain(*own)]
+    return [x for x in values if isinstance(x, types.FunctionType)]
+
+
 def _is_users(item: Any) -> bool:
-    return not (isinstance(item, types.FunctionType) and is_library(item.__module__))
+    """Whether a function or class is not of a library that is installed."""
+    module = sys.modules.get(item.__module__ or "")
+    installed = "-packages" in str(getattr(module, "__file__", ""))
+    return not installed and not is_library(item.__module__)

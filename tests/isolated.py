@@ -17,9 +17,9 @@ def run_tests(file: str, timeout: float) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def run_script(script: str, *arguments: str, timeout: float) -> tuple[str, str]:
-    """What a script prints to its standard output and standard error."""
-    return _output(["-c", script, *arguments], timeout)
+def run_script(script: str, *arguments: str, timeout: float, status: int = 0) -> tuple[str, str]:
+    """What a script, which ends with this status, prints to standard output and standard error."""
+    return _output(["-c", script, *arguments], timeout, status)
 
 
 def run_file(path: Path, *arguments: str, timeout: float) -> tuple[str, str]:
@@ -27,9 +27,9 @@ def run_file(path: Path, *arguments: str, timeout: float) -> tuple[str, str]:
     return _output([str(path), *arguments], timeout)
 
 
-def _output(arguments: list[str], timeout: float) -> tuple[str, str]:
+def _output(arguments: list[str], timeout: float, status: int = 0) -> tuple[str, str]:
     done = _run(arguments, timeout)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == status, done.stdout + done.stderr
     return done.stdout, done.stderr
 
 

@@ -4,6 +4,7 @@ Each in a process of its own, with a time-out. What a script measures, it prints
 """
 
 import json
+import signal
 
 import pytest
 
@@ -276,3 +277,29 @@ def test_a_program_that_ends_first_finishes_its_torch_calls(where, thread, expec
     at_the_end, after = map(int, out.split())
     assert at_the_end < expected, "or this test is in vain"
     assert after == expected
+
+
+ENDING = """
+import os, signal, sys, threading, time
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from eqx_torch import torch2jax
+
+def slow(x):
+    time.sleep(6)
+    return x
+
+jax.set_mesh(jax.make_mesh((8,), ("x",)))
+x = jax.device_put(jnp.ones(8), P("x"))
+y = jax.jit(torch2jax(slow, output_shapes=x, out_specs=P("x")))(x)
+timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT))
+timer.daemon = True  # the interpreter waits for other threads first
+timer.start()
+print("the end")
+"""
+
+
+def test_ctrl_c_at_the_end_ends_the_wait():
+    out, log = run_script(ENDING, timeout=120, status=-signal.SIGINT)
+    assert out == "the end\n"
+    assert "Fatal" not in log

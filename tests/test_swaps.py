@@ -1,6 +1,7 @@
 """Functions that put their tensors in the place of a module's parameters while they run."""
 
 import functools
+import threading
 import time
 
 import equinox as eqx
@@ -35,6 +36,38 @@ def calling(module):
 
 
 X = jnp.arange(1.0, 9.0)
+
+
+class Buffered(Slow):
+    def __init__(self):
+        super().__init__()
+        del self.weight
+        self.register_buffer("weight", torch.zeros(1))
+
+
+def where_positive(module):
+    return lambda weight, x: calling(module)(weight, x) if x.sum() > 0 else x
+
+
+SLOW = Slow()
+# A run on zeros shows none of these swaps, but the functions name what makes them.
+UNSEEN = {
+    "buffers": calling(Buffered()),
+    "parameters": lambda weight, x: calling(SLOW)(torch.nn.Parameter(weight), x),
+    "branch": where_positive(Slow()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the output shapes of")
+@pytest.mark.parametrize("function", UNSEEN.values(), ids=UNSEEN)
+def test_swaps_that_a_run_on_zeros_does_not_show(function):
+    with jax.set_mesh(explicit_mesh(8)):
+        weight, x = jax.device_put((10 * X, X), P("x"))
+        f = jax.jit(torch2jax(function, out_specs=P("x")))
+        for _ in range(3):
+            assert_trees_equal(f(weight, x), 10 * X**2)
+
+
 OPTIONS = {
     "inferred": {},
     "declared": {"output_shapes": lambda weight, x: x},
@@ -100,6 +133,25 @@ def test_others_run_at_once(wrap):
     assert counts.most > 1
 
 
+def test_a_run_on_zeros_does_not_wait_where_no_module_is_shared():
+    """For a call that waits, as it would for ever, for what that run has yet to compute."""
+    lock = threading.Lock()
+
+    def waits(weight, x):
+        with lock:
+            return calling(module)(weight, x)
+
+    module = Slow()
+    with jax.set_mesh(explicit_mesh(8)):
+        weight, x = jax.device_put((10 * X, X), P("x"))
+        f = jax.jit(torch2jax(waits, output_shapes=lambda weight, x: x, out_specs=P("x")))
+        with lock:
+            y = f(weight, x)
+            shape = jax.eval_shape(torch2jax(lambda x: x * 2, out_specs=P("x")), x).shape
+        assert_trees_equal(y, 10 * X**2)
+    assert shape == (8,)
+
+
 NETWORK = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.LSTM(2, 2))
 NORMED = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
 
@@ -132,19 +184,26 @@ def _helper(weight, x):
 
 
 class Holder:
-    def __init__(self):
-        self.helper = _helper
+    def outer(self, weight, x):
+        return self._inner(weight, x)
 
     def __call__(self, weight, x):
-        return self.helper(weight, x)
+        return self._inner(weight, x)
+
+    def _inner(self, weight, x):
+        return functional_call(NORMED, {"bias": weight}, x)
 
 
+HOLDER = Holder()
 SEEMING = {
     "closure": calling(NORMED),
     "by its module": _helper,
     "by a global": lambda weight, x: _helper(weight, x),
     "partial": functools.partial(_helper, x=None),
-    "method": Holder().__call__,
+    "method of its object": HOLDER.outer,
+    "object": HOLDER,
+    "method by an attribute": lambda weight, x: HOLDER.outer(weight, x),
+    "method of a class": lambda weight, x: Holder().outer(weight, x),
     "inside": lambda weight, x: torch.vmap(lambda x: functional_call(NORMED, weight, x))(x),
     "torch's own": functional_call,
 }

@@ -233,7 +233,8 @@ def test_a_module_with_checkers_under_shards(getkey):
 
     compiled = step.lower(evaluated, state, SHARDED, labels).compile()
     assert RUNS == []
-    (loss, (out, state)), grads = compiled(evaluated, state, SHARDED, labels)
+    results = jax.block_until_ready(compiled(evaluated, state, SHARDED, labels))
+    (loss, (out, state)), grads = results
     assert set(RUNS) == {(2, 3)}
     expected_out, expected_losses = reference(evaluated, X, y)
     assert_trees_equal(out, expected_out, rtol=1e-5)

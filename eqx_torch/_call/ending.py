@@ -8,13 +8,15 @@ asked for before: on a GPU by the order of its stream; on a CPU because XLA begi
 several devices when the last such program is done, and one on a single device when the last such
 program of the same thread is done.
 
-What remains is a program on one device of a CPU whose results nobody holds, asked for in another
-thread than the main one.
+What remains are threads that go on asking, and a program on one device of a CPU whose results
+nobody holds, asked for in another thread than the main one.
 """
 
 import atexit
 import contextlib
 import os
+import signal
+import sys
 
 import jax
 import numpy as np
@@ -40,6 +42,12 @@ class Ending:
         """Returns when no program that was asked for in this process will call torch any more."""
         if self.process != os.getpid():
             return
+        try:
+            self._wait()
+        except KeyboardInterrupt:
+            _end_at_once()
+
+    def _wait(self) -> None:
         for platform in self.platforms:
             with contextlib.suppress(Exception):  # of a platform that is gone
                 _wait_for(platform)
@@ -52,6 +60,15 @@ def _wait_for(platform: str) -> None:
     devices = jax.local_devices(backend=platform)
     for some in (devices, devices[:1]):
         _run_after_others(jax.make_mesh((len(some),), ("devices",), devices=some))
+
+
+def _end_at_once() -> None:
+    """Ends the process as Ctrl-C ends those that do not handle it, since no more may run in it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def _run_after_others(mesh: jax.sharding.Mesh) -> None:

@@ -26,7 +26,7 @@ import dataclasses
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeAlias
 
 import jax
@@ -88,7 +88,7 @@ class Failures:
                 return None
             failure = self.pending.pop()
         if failure.later:
-            failure.error.add_note(f"Later errors that were only logged: {failure.later}.")
+            _note(failure.error, f"Later errors that were only logged: {failure.later}.")
         return failure.error
 
     def raise_pending(self) -> None:
@@ -185,7 +185,7 @@ def _report(error: BaseException, name: str, device: str, devices: int) -> None:
     """Keeps an error and logs it, in one line if the same one was logged and is still pending."""
     _forget_tensors(error)
     where = f"`{name}` on device {device}, one of {devices}"
-    error.add_note(f"Raised by {where}, where its outputs were then filled with NaN.")
+    _note(error, f"Raised by {where}, where its outputs were then filled with NaN.")
     first = FAILURES.add(error, device, (name, _origin(error)))
     with contextlib.suppress(Exception):  # a handler of the user's must not raise here either
         if first is None:
@@ -197,29 +197,51 @@ def _report(error: BaseException, name: str, device: str, devices: int) -> None:
                 exc_info=error,
             )
         else:
-            summary = f"{type(error).__name__}: {error}".partition("\n")[0]
             _LOGGER.error(
                 "torch raised in %s: %s. Its traceback is that of the error on %s.",
                 where,
-                summary,
+                _summary(error),
                 first,
             )
 
 
-def _origin(error: BaseException) -> Hashable:
+def _note(error: BaseException, text: str) -> None:
+    """Adds a note, unless the user's type of exception refuses it."""
+    with contextlib.suppress(Exception):
+        error.add_note(text)
+
+
+def _summary(error: BaseException) -> str:
+    """An error in one line, also if it cannot be shown."""
+    lines: list[str] = []
+    with contextlib.suppress(Exception):
+        lines = str(error).strip().splitlines()
+    return ": ".join([type(error).__name__, *lines[:1]])
+
+
+def _origin(error: BaseException | None) -> Hashable:
     """What errors share that one mistake makes on several devices, whatever values they name.
 
     The lines of this package say nothing of whose mistake it was; its messages do.
     """
-    frames = traceback.walk_tb(error.__traceback__)
-    lines = tuple((frame.f_code.co_filename, line) for frame, line in frames)
-    return type(error), lines, str(error) if isinstance(error, EqxTorchError) else None
+    origin: list[Hashable] = []
+    for link in _chain(error):
+        frames = traceback.walk_tb(link.__traceback__)
+        lines = tuple((frame.f_code.co_filename, line) for frame, line in frames)
+        origin.append((type(link), lines, str(link) if isinstance(link, EqxTorchError) else None))
+    return tuple(origin)
 
 
-def _forget_tensors(error: BaseException | None) -> None:
+def _forget_tensors(error: BaseException) -> None:
     """Clears the frames of a traceback: their tensors lie in memory that is XLA's again."""
+    for link in _chain(error):
+        traceback.clear_frames(link.__traceback__)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that it came from."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
+        yield error
         error = error.__cause__ or error.__context__

@@ -1,6 +1,6 @@
 """Trees of parameters: which are trained, and stacks of models."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
 import equinox as eqx
@@ -54,16 +54,16 @@ def trainable(model: PyTree) -> PyTree:
 
 
 @overload
-def stack_modules(models: Sequence[TorchModule]) -> TorchModule: ...
+def stack_modules(models: Iterable[TorchModule]) -> TorchModule: ...
 
 
 @overload
 def stack_modules(
-    models: Sequence[tuple[TorchModule, eqx.nn.State]],
+    models: Iterable[tuple[TorchModule, eqx.nn.State]],
 ) -> tuple[TorchModule, eqx.nn.State]: ...
 
 
-def stack_modules(models: Sequence[Any]) -> Any:
+def stack_modules(models: Iterable[Any]) -> Any:
     """One model with the parameters of several, stacked.
 
     **Arguments:**
@@ -90,6 +90,7 @@ def stack_modules(models: Sequence[Any]) -> Any:
         >>> call(ensemble, jnp.ones(3)).shape
         (4, 2)
     """
+    models = list(models)
     if not models:
         raise ModuleError("`stack_modules` needs at least one module.")
     if not all(map(_is_pair, models)):

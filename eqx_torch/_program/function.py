@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
-from .._swaps import seems_to_swap
+from .._swaps import reaches_module, seems_to_swap
 from .._trees import Structure
 from .._watch import untouched, Watch
 from .base import Tensors
@@ -156,8 +156,15 @@ class TorchFunction:
         """What is held while it or one of its derivatives runs at this site."""
         if self.lock is not None or self.isolated:
             return self.lock
-        swaps = self.findings.effects_at(site).swaps
-        return PROCESS_LOCK if (seems_to_swap(self.python) if swaps is None else swaps) else None
+        swaps = self.findings.effects_at(site).swaps or seems_to_swap(self.python)
+        return PROCESS_LOCK if swaps else None
+
+    def lock_to_try(self) -> Lock | None:
+        """What is held while a trial runs, lest calls replace what it reads in a module."""
+        if self.lock is not None or self.isolated:
+            return self.lock
+        shares = reaches_module(self.python) or seems_to_swap(self.python)
+        return PROCESS_LOCK if shares else None
 
     def must_loop(self, site: Site, in_axes: Sequence[int | None]) -> bool:
         """Whether a batch with these axes of the inputs has to be computed one by one."""

@@ -6,6 +6,7 @@ infers output shapes; where there was none, the first run works on copies and co
 that writes to an input only later, depending on values, is caught after the fact by the runtime.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -164,7 +165,9 @@ class Leaf(Program):
         own = isinstance(error, EqxTorchError | KeyError)  # KeyError shows its message as a literal
         if own or not (error.args and type(error.args[0]) is str):
             return
-        error.args = (f"{error.args[0]}\n{self._what_torch_saw(error, tensors)}", *error.args[1:])
+        with contextlib.suppress(Exception):  # types of the user's may refuse
+            seen = self._what_torch_saw(error, tensors)
+            error.args = (f"{error.args[0]}\n{seen}", *error.args[1:])
 
     def _what_torch_saw(self, error: Exception, tensors: Tensors) -> str:
         shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
