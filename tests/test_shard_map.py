@@ -205,7 +205,8 @@ def test_on_a_mesh_of_explicit_axes_what_nobody_sharded_is_whole_everywhere(getk
     with jax.set_mesh(jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))):
         assert_trees_equal(call(f, early), call(jnp.sin, early), rtol=1e-5)
     assert not recwarn.list
-    assert shapes == [(16,)] * 8
+    assert set(shapes) == {(16,)}
+    assert len(shapes) in (8, 16)  # forwards; a backward without a kept graph runs another
 
 
 def test_what_nobody_sharded_is_not_gathered_for_what_somebody_did(getkey, recwarn):
