@@ -8,6 +8,8 @@ Which dtype a value has *in JAX* depends on the x64 setting too. `dtype_t2j` ign
 (`torch.int64` is `int64`), `canonical_dtype` applies it (`int32` while x64 is off).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -187,3 +189,8 @@ def _unsupported(shown: str, name: str, other: str) -> str:
 def x64_enabled() -> bool:
     """Whether JAX has 64-bit types now."""
     return canonical_dtype("int64") == np.int64
+
+
+def is_key(x: Any) -> bool:
+    """Whether `x` is a JAX array of typed keys, which torch has no dtype for."""
+    return isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)

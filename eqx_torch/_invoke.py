@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from ._ambient import Ambient
 from ._call import call, FAILURES
 from ._deadlocks import refuse_deadlock
-from ._dtypes import dtype_j2t, x64_enabled
+from ._dtypes import dtype_j2t, is_key, x64_enabled
 from ._errors import DtypeError, InputError
 from ._probe import Outputs
 from ._program import Leaf, Site, Spec, Static, TorchFunction
@@ -75,7 +75,7 @@ class Arguments:
                     f"{self._function.label(path)}. Convert it by `eqx_torch.t2j(x)`, or call the "
                     "torch function itself."
                 )
-            if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            if is_key(leaf):
                 raise DtypeError(_no_key(self._function, path, leaf))
 
 

@@ -208,6 +208,11 @@ def _check_out_spec(name: str, mesh: Any, spec: P, used: frozenset[str]) -> None
             "axis_types=(AxisType.Explicit,) * len(names))`, or call the function inside "
             "`jax.shard_map`."
         )
+    _check_used(name, spec, out, used)
+
+
+def _check_used(name: str, spec: P, out: frozenset[str], used: frozenset[str]) -> None:
+    """Raises unless an output is sharded over the axes `used` that the inputs are."""
     if used - out:
         raise ShardingError(
             f"inputs of `{name}` are sharded over {sorted(used)}, but `out_specs` has {spec}, as "

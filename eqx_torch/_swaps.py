@@ -81,8 +81,14 @@ def _called_by(item: Any) -> Iterable[Any]:
 
 def _methods(cls: type) -> list[Any]:
     own = [vars(c).values() for c in cls.__mro__ if _is_users(c)]
-    values = [getattr(x, "__func__", getattr(x, "fget", x)) for x in itertools.chain(*own)]
+    values = map(_behind_descriptor, itertools.chain(*own))
     return [x for x in values if isinstance(x, types.FunctionType)]
+
+
+def _behind_descriptor(x: Any) -> Any:
+    if isinstance(x, staticmethod | classmethod):
+        return x.__func__
+    return x.fget if isinstance(x, property) else x
 
 
 def _is_users(item: Any) -> bool:

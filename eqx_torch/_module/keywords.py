@@ -5,10 +5,10 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from .._dtypes import is_key
 from .._errors import InputError
 from .._program import argument_name
 from .core import Core
@@ -32,7 +32,7 @@ class Keywords:
         state, key = self.rest.get("state"), self.rest.get("key")
         if "state" not in core.arguments or _is_state(state):
             self.state = _checked_state(core, self.rest.pop("state", None))
-        if "key" not in core.arguments or _is_typed_key(key):
+        if "key" not in core.arguments or is_key(key):
             self.key = _checked_key(core, self.rest.pop("key", None))
         _refuse_elsewhere(core, (tuple(args), self.rest))
 
@@ -51,7 +51,7 @@ def _checked_key(core: Core, key: Any) -> jax.Array | None:
     if key is None:
         return None
     try:
-        typed = key if _is_typed_key(key) else jax.random.wrap_key_data(key)
+        typed = key if is_key(key) else jax.random.wrap_key_data(key)
     except (TypeError, ValueError) as error:
         raise InputError(
             f"`key=` of `{core.name}` is {_shown(key)}, but takes a key of JAX's: "
@@ -71,7 +71,7 @@ def _refuse_elsewhere(core: Core, arguments: Any) -> None:
         return
     for path, leaf in jtu.tree_flatten_with_path(arguments, is_leaf=_is_state)[0]:
         if _is_ours(leaf):
-            what, name, call = _KEY if _is_typed_key(leaf) else _STATE
+            what, name, call = _KEY if is_key(leaf) else _STATE
             raise InputError(
                 f"`{core.name}` got {what} as {argument_name(jtu.keystr(path))}, but what is not "
                 f"passed as `state=` or `key=` is for torch's `{core.options.method}`. Write "
@@ -80,15 +80,11 @@ def _refuse_elsewhere(core: Core, arguments: Any) -> None:
 
 
 def _is_ours(x: Any) -> bool:
-    return _is_state(x) or _is_typed_key(x)
+    return _is_state(x) or is_key(x)
 
 
 def _is_state(x: Any) -> bool:
     return isinstance(x, eqx.nn.State)
-
-
-def _is_typed_key(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _shown(x: Any) -> str:
