@@ -212,8 +212,8 @@ TorchModule(
     '0.bias': f32[3], '0.weight': f32[3,4], '1.bias': f32[3], '1.weight': f32[3]
   },
   buffers=StateIndex(marker='TorchModule.buffers', init=_Sentinel()),
-  inference=False,
-  core=Sequential
+  core=Sequential,
+  inference=False
 )"""
 
 
@@ -223,7 +223,7 @@ def test_what_is_shown():
     assert "'1.running_mean': f32[3]" in repr(state)
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(model)[0]]
     assert paths[:2] == [".params['0.bias']", ".params['0.weight']"]
-    assert paths[4:] == [".inference"]
+    assert len(paths) == 4
     large = from_torch(torch.nn.Sequential(*[torch.nn.Linear(200, 200) for _ in range(10)]))
     lines = repr(large).splitlines()
     assert [line.strip().rstrip(",") for line in lines[2:22]] == [

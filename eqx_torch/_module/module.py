@@ -6,7 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.core
-import jax.numpy as jnp
+import numpy as np
 
 from .._errors import InputError, ModuleError
 from .._invoke import Arguments, invoke
@@ -16,6 +16,7 @@ from .attributes import missing_attribute
 from .core import Core
 from .function import first, missing_key
 from .keywords import Keywords
+from .mode import ModeField
 from .shards import ModuleShards, seed_of
 
 
@@ -25,9 +26,9 @@ _ON_THE_MESH = "state = jax.device_put(state, jax.NamedSharding(mesh, P()))"
 class TorchModule(eqx.nn.StatefulLayer):
     """A torch module whose parameters are JAX arrays; made by `from_torch`.
 
-    It is a PyTree. Its only inexact arrays are the parameters, under torch's names, so gradients,
-    optimisers, serialisation and sharding treat it like any Equinox module. Calling it runs the
-    torch code on those parameters.
+    It is a PyTree of arrays. The inexact ones are the parameters, under torch's names, so
+    gradients, optimisers, serialisation and sharding treat it like any Equinox module. Calling it
+    runs the torch code on those parameters.
 
     **Attributes:**
 
@@ -36,6 +37,8 @@ class TorchModule(eqx.nn.StatefulLayer):
     - `buffers`: the initial values of the buffers that the forward changes, which then live in
         `equinox.nn.State`; None if there are none.
     - `inference`: whether all layers are in evaluation mode; set by `equinox.nn.inference_mode`.
+        It is no leaf but part of the structure, so that models of different modes have different
+        structures.
 
     !!! example
 
@@ -48,8 +51,8 @@ class TorchModule(eqx.nn.StatefulLayer):
 
     params: dict[str, jax.Array]
     buffers: eqx.nn.StateIndex | None
-    inference: bool
     core: Core = eqx.field(static=True)
+    inference: bool = ModeField()  # pyright: ignore[reportAssignmentType]
 
     def __init__(
         self,
@@ -115,8 +118,8 @@ class TorchModule(eqx.nn.StatefulLayer):
         raise ModuleError(
             f"`{self.core.name}` cannot be hashed, as its parameters are arrays, so it cannot be "
             "what `jax.jit` compiles, nor a static argument of it. Write `eqx.filter_jit(model)`, "
-            "or pass the model to a function under `eqx.filter_jit`; for other transformations "
-            "of JAX's, as `jax.checkpoint`, write `lambda x: model(x)`."
+            "or pass the model as an argument, `jax.jit(lambda model, x: model(x))(model, x)`; "
+            "for other transformations of JAX's, as `jax.checkpoint`, write `lambda x: model(x)`."
         )
 
     def is_stateful(self) -> bool:
@@ -155,7 +158,7 @@ def _run(
     kwargs: dict[str, Any],
 ) -> Any:
     core = module.core
-    inference = _inference(module)
+    inference = bool(module.inference)
     _check_parameters(module)
     names = core.blueprint.names
     tensors = (
@@ -229,16 +232,6 @@ def _without_derivatives(core: Core, buffers: dict[str, jax.Array]) -> dict[str,
     return buffers | {n: jax.lax.stop_gradient(buffers[n]) for n in traced}
 
 
-def _inference(module: TorchModule) -> bool:
-    if isinstance(module.inference, jax.core.Tracer):
-        raise ModuleError(
-            f"`{module.core.name}` was passed to a transformation of JAX's that makes arrays of "
-            "all its leaves, such as `jax.jit`. Use Equinox's, which leaves alone what is not an "
-            "array: `eqx.filter_jit`, `eqx.filter_grad`, `eqx.filter_vmap`."
-        )
-    return bool(module.inference)
-
-
 def _check_parameters(module: TorchModule) -> None:
     blueprint = module.core.blueprint
     for name, expected in zip(blueprint.names.parameters, blueprint.parameters, strict=True):
@@ -248,10 +241,10 @@ def _check_parameters(module: TorchModule) -> None:
                 f"the parameter {name} of `{module.core.name}` is None: this is part of a model. "
                 "Put it together before calling it, `eqx.combine(params, rest)`."
             )
-        if jnp.ndim(array) != expected.ndim:
+        if np.ndim(array) != expected.ndim:
             raise InputError(
-                f"the parameter {name} of `{module.core.name}` has shape {list(array.shape)}, but "
-                f"the torch module has {list(expected.shape)}. If this is a stack of modules, "
+                f"the parameter {name} of `{module.core.name}` has shape {list(np.shape(array))}, "
+                f"but the torch module has {list(expected.shape)}. If this is a stack of modules, "
                 "call it under `eqx.filter_vmap`."
             )
 
