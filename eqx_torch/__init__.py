@@ -32,6 +32,7 @@ from ._module import (
     TorchModule as TorchModule,
     trainable as trainable,
 )
+from ._moved import __getattr__ as __getattr__
 from ._timeline import Timeline as Timeline, timeline as timeline
 
 

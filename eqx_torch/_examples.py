@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import torch
+from jax.sharding import PartitionSpec
 
 from ._ambient import Ambient
 from ._dtypes import canonical_dtype, dtype_j2t, dtype_t2j
@@ -17,6 +18,9 @@ from ._errors import InputError
 from ._invoke import Arguments, Infer, is_array, Restored
 from ._program import Site, Spec, Static
 from ._trees import flatten
+
+
+_OF_SHARDINGS = PartitionSpec, jax.sharding.Sharding, jax.sharding.Mesh
 
 
 class Examples:
@@ -37,6 +41,13 @@ class Examples:
     @staticmethod
     def of(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> "Examples | None":
         """The examples, None if there are none."""
+        for x in args:
+            if isinstance(x, _OF_SHARDINGS):
+                spec = getattr(x, "spec", x if isinstance(x, PartitionSpec) else 'P("x")')
+                raise InputError(
+                    f"`{name}` got {x} by position, where examples of its arguments are passed. "
+                    f"Pass specs by name, `out_specs={spec}`; the mesh is that of the inputs."
+                )
         return Examples(name, args, kwargs or {}) if args or kwargs is not None else None
 
     def infer(self, infer: Infer) -> None:

@@ -2,9 +2,10 @@
 
 import contextlib
 import functools
+import inspect
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import jax
 
@@ -14,9 +15,17 @@ from ._examples import Examples
 from ._invoke import Arguments, invoke
 from ._program import Compiled, Lock, PROCESS_LOCK, Residuals, TorchFunction, VmapMethod
 from ._shapes import Declaration, Inference, OutputShapes
+from ._sharding import check_specs
 from ._trees import flatten
 
 
+_IGNORED = {
+    "use_torch_vjp": "is ignored: derivatives use torch's own graph, and `torch.func` where JAX "
+    "batches them. Leave it out.",
+    "use_zeros": "is ignored: what is not differentiated has no derivative, of which JAX makes the "
+    "zeros that it needs. Leave it out.",
+}
+_DEPRECATED = {"output_sharding_spec", *_IGNORED}
 _VMAP_METHODS = ("torch", "sequential", "broadcast_all", "expand_dims")
 
 
@@ -34,6 +43,9 @@ def torch2jax(
     residuals: Residuals = "tape",
     signature: Callable[..., Any] | None = None,
     output_sharding_spec: Any = None,
+    use_torch_vjp: Any = None,
+    use_zeros: Any = None,
+    **unknown: NoReturn,
 ) -> Callable[..., Any]:
     """Makes a JAX function of a torch function.
 
@@ -77,6 +89,7 @@ def torch2jax(
         place of those of `fn`. If its first argument is named `self`, that is the module or
         object whose method `fn` is.
     - `output_sharding_spec`: the deprecated name of `out_specs`.
+    - `use_torch_vjp`, `use_zeros`: options of `wrap_torch2jax`, deprecated and ignored.
 
     **Returns:**
 
@@ -96,6 +109,10 @@ def torch2jax(
         >>> jax.jit(jax.grad(lambda x: softplus(x).sum()))(jnp.zeros(3))
         Array([0.5, 0.5, 0.5], dtype=float32)
     """
+    check_keywords("torch2jax", unknown, torch2jax)
+    for name, value in {"use_torch_vjp": use_torch_vjp, "use_zeros": use_zeros}.items():
+        if value is not None:
+            warnings.warn(f"`{name}` {_IGNORED[name]}", DeprecationWarning, stacklevel=2)
     if output_sharding_spec is not None:
         warnings.warn(
             "`output_sharding_spec` is deprecated; its name is now `out_specs`.",
@@ -108,7 +125,12 @@ def torch2jax(
             f"`torch2jax` takes a function of torch tensors, but got {fn!r} of type "
             f"{type(fn).__name__}."
         )
-    check_options(depth, vmap_method, residuals)
+    if _is_jax_function(fn):
+        raise InputError(
+            f"`torch2jax` takes a function of torch tensors, but `{function_name(fn)}` is one of "
+            "JAX arrays already. Call it as it is."
+        )
+    check_options(depth, vmap_method, residuals, out_specs)
     annotated = read_signature_for(fn, signature, result=output_shapes is None)
     compiled = Compiled()
     function = TorchFunction(
@@ -192,6 +214,12 @@ class _NonDiff:
             )
 
 
+def _is_jax_function(fn: Callable[..., Any]) -> bool:
+    """Whether this is a jitted function, or a layer of Equinox's or ours."""
+    library = type(fn).__module__.partition(".")[0]
+    return isinstance(fn, jax.stages.Wrapped) or library in ("equinox", "eqx_torch")
+
+
 def function_name(fn: Callable[..., Any]) -> str:
     """What messages call a function."""
     inner = fn.func if isinstance(fn, functools.partial) else fn
@@ -212,8 +240,22 @@ def lock_of(lock: bool | Lock | None) -> Lock | None:
     return lock
 
 
-def check_options(depth: Any, vmap_method: Any, residuals: Any) -> None:
+def check_keywords(name: str, unknown: Mapping[str, Any], function: Callable[..., Any]) -> None:
+    """Raises for keywords that are no options of `torch2jax` or `from_torch`."""
+    if unknown:
+        own = (name for name in inspect.signature(function).parameters if name not in _DEPRECATED)
+        options = list(own)
+        examples = ", ".join(f'"{keyword}": ...' for keyword in unknown)
+        raise InputError(
+            f"`{name}` has no option {', '.join(f'`{keyword}`' for keyword in unknown)}. Examples "
+            f"of keyword arguments are passed in a dict, `example_kw={{{examples}}}`. The options "
+            f"are {', '.join(options[options.index('example_kw') : -1])}."
+        )
+
+
+def check_options(depth: Any, vmap_method: Any, residuals: Any, out_specs: Any) -> None:
     """Raises for options that no wrapped function can have."""
+    check_specs(out_specs)
     if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 0):
         raise InputError(
             f"`depth={depth!r}`: pass a number of derivatives (0 for none), or None for any."

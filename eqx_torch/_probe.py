@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import logging
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from ._compat import FakeTensorMode
 from ._dtypes import canonical_dtype, dtype_j2t, x64_enabled
 from ._errors import EqxTorchError, InputError, OutputError, ShapeError
-from ._program import dtype_hint, Effects, not_a_tensor, Site, Spec, TorchFunction
+from ._program import dtype_hint, Effects, library_hint, not_a_tensor, Site, Spec, TorchFunction
 from ._swaps import Swaps
 from ._trees import flatten, leaf_paths, Structure
 from ._watch import Exposure, Watch
@@ -165,15 +164,11 @@ def _advice(
     refusal: Exception,
 ) -> str:
     """What to write instead, on a line of its own; nothing if torch's message has to do."""
-    hint = dtype_hint(error, _dtypes(function, site, in_specs), x64_enabled())
+    named = _dtypes(function, site, in_specs)
+    hint = dtype_hint(error, named, x64_enabled()) or library_hint(error)
     if hint:
         return f"\n{hint}"
     numbers = _numbers(function, site)
-    if _is_about_jax(error):
-        return (
-            "\nTorch code met a JAX array, or JAX a tensor. Pass arrays as arguments instead of "
-            "closing over them, and call torch's functions on them."
-        )
     if numbers and isinstance(error, TypeError | AttributeError):
         return (
             f"\nPython numbers reach torch as they are ({numbers}). Where it needs a tensor, pass "
@@ -193,14 +188,6 @@ def _dtypes(
     """The dtype that torch was given for each input, by name."""
     triples = zip(site.paths, in_specs, site.restored, strict=True)
     return [(function.label(p), restored or dtype_j2t(s.dtype)) for p, s, restored in triples]
-
-
-def _is_about_jax(error: Exception) -> bool:
-    """Whether torch code met a JAX array, or JAX code a tensor."""
-    frames = traceback.walk_tb(error.__traceback__)
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
-    named = any(name in str(error) for name in ("ArrayImpl", "Tracer", "<class 'torch.Tensor'>"))
-    return named or any(name.split(".")[0] in ("jax", "jaxlib") for name in modules)
 
 
 def _numbers(function: TorchFunction, site: Site) -> str:

@@ -57,9 +57,26 @@ def plan(name: str, arrays: Sequence[Any], out_specs: Any) -> Plan | None:
         if used:
             raise ShardingError(_missing_out_specs(name, used))
         return None
-    for spec in _spec_leaves(name, out_specs):
+    for spec in jax.tree.leaves(out_specs, is_leaf=_is_spec):
         _check_out_spec(name, mesh, spec, used)
     return Plan(mesh, used, in_specs) if used else None
+
+
+def check_specs(out_specs: Any) -> None:
+    """Raises if what a user passes as `out_specs` is no tree of specs."""
+    for leaf in jax.tree.leaves(out_specs, is_leaf=_is_spec):
+        if isinstance(leaf, jax.sharding.NamedSharding):
+            raise ShardingError(
+                f"`out_specs` holds {leaf}. Pass its spec, `out_specs=sharding.spec`; the mesh is "
+                "that of the inputs."
+            )
+        if not _is_spec(leaf):
+            name = leaf if isinstance(leaf, str) else "x"
+            raise ShardingError(
+                f"`out_specs` holds {leaf!r} of type {type(leaf).__name__}. Pass a "
+                f'`jax.sharding.PartitionSpec`, for instance `out_specs=P("{name}")`, or a tree of '
+                "them."
+            )
 
 
 def shard_map(plan: Plan, body: Callable[..., Any], out_specs: Any, arrays: Sequence[Any]) -> Any:
@@ -173,17 +190,6 @@ def _devices(array: Any) -> str:
     return ", ".join(map(str, sorted(array.devices(), key=lambda d: d.id)))
 
 
-def _spec_leaves(name: str, out_specs: Any) -> list[P]:
-    leaves = jax.tree.leaves(out_specs, is_leaf=_is_spec)
-    for leaf in leaves:
-        if not _is_spec(leaf):
-            raise ShardingError(
-                f"`out_specs` of `{name}` holds {leaf!r} of type {type(leaf).__name__}; it takes "
-                'a `jax.sharding.PartitionSpec` or a tree of them, for instance `P("x")`.'
-            )
-    return leaves
-
-
 def _check_out_spec(name: str, mesh: Any, spec: P, used: frozenset[str]) -> None:
     out = _names(spec)
     unknown = out - frozenset(mesh.axis_names)
@@ -217,7 +223,9 @@ def _check_used(name: str, spec: P, out: frozenset[str], used: frozenset[str]) -
         raise ShardingError(
             f"inputs of `{name}` are sharded over {sorted(used)}, but `out_specs` has {spec}, as "
             f"if the results of all shards along {sorted(used - out)} were equal. Name these axes "
-            "in it, or reduce over them inside a `jax.shard_map` of your own."
+            "in it. For a sum or mean over all shards, return one row for each shard, "
+            f'`x.sum(0, keepdim=True)`, with `out_specs=P("{min(used - out)}")`, and add the rows '
+            "up in JAX, `.sum(0)`."
         )
     vmapped = (out - used) & vmapped_mesh_axes()
     if vmapped:

@@ -6,7 +6,7 @@ torch call has none. So before the interpreter ends, this waits for every array 
 then for two small programs, one on all devices and one on the first. They run after those that were
 asked for before: on a GPU by the order of its stream; on a CPU because XLA begins a program over
 several devices when the last such program is done, and one on a single device when the last such
-program of the same thread is done.
+program of the same thread is done. So on a CPU only that of the kind which called torch is run.
 
 What remains are threads that go on asking, and a program on one device of a CPU whose results
 nobody holds, asked for in another thread than the main one.
@@ -23,19 +23,19 @@ import numpy as np
 
 
 class Ending:
-    """The platforms on which torch is called.
+    """The platforms on which torch is called, each with whether by programs over several devices.
 
-    Invariant: unless `platforms` is empty, `process` is the one in which they were noted. XLA's
+    Invariant: unless `callers` is empty, `process` is the one in which they were noted. XLA's
     threads do not exist in those that were forked from it.
     """
 
     def __init__(self) -> None:
-        self.platforms: set[str] = set()
+        self.callers: set[tuple[str, bool]] = set()
         self.process: int | None = None
 
-    def waits_for(self, platform: str) -> None:
-        """Notes that programs on a platform call torch."""
-        self.platforms.add(platform)
+    def waits_for(self, platform: str, devices: int) -> None:
+        """Notes that programs over so many devices of a platform call torch."""
+        self.callers.add((platform, devices > 1))
         self.process = os.getpid()
 
     def wait(self) -> None:
@@ -48,17 +48,19 @@ class Ending:
             _end_at_once()
 
     def _wait(self) -> None:
-        for platform in self.platforms:
+        for platform in {platform for platform, _ in self.callers}:
+            kinds = {several for name, several in self.callers if name == platform}
             with contextlib.suppress(Exception):  # of a platform that is gone
-                _wait_for(platform)
+                _wait_for(platform, kinds if platform == "cpu" else {True, False})
 
 
-def _wait_for(platform: str) -> None:
+def _wait_for(platform: str, kinds: set[bool]) -> None:
     for array in jax.live_arrays(platform):
         with contextlib.suppress(Exception):  # a program that failed has ended, too
             array.block_until_ready()
     devices = jax.local_devices(backend=platform)
-    for some in (devices, devices[:1]):
+    for several in kinds:
+        some = devices if several else devices[:1]
         _run_after_others(jax.make_mesh((len(some),), ("devices",), devices=some))
 
 

@@ -29,7 +29,7 @@ def callback(program: Program, platform: str, devices: int) -> Callback:
         platform: XLA's name of what it runs on.
         devices: how many devices call the function.
     """
-    ENDING.waits_for(platform)
+    ENDING.waits_for(platform, devices)
     lock = program.leaf.function.lock_at(program.leaf.site)
     # Contexts with nothing in them would be a twentieth of what a call costs.
     run = _evaluator(program, FAILURES.pending if devices == 1 else ())

@@ -15,6 +15,10 @@ _CAST = (
     "eqx.combine(jax.tree.map(lambda a: a.astype(jnp.float16), params), rest)`."
 )
 _GRADIENTS = "Gradients are results, not kept in the model: `grads = eqx.filter_grad(loss)(model)`."
+_PARAMETERS = (
+    "Write `model.params`, a dict of JAX arrays. Optimisers are optax's: "
+    "`opt_state = optax.adam(1e-3).init(model)`."
+)
 
 _REMEDIES = {
     "eval": "Write `model = eqx.nn.inference_mode(model)`.",
@@ -23,8 +27,8 @@ _REMEDIES = {
     "forward": 'Write `model(x)`; another method is `from_torch(model, method="name")`.',
     "state_dict": "Write `eqx_torch.state_dict(model)`.",
     "load_state_dict": "Write `model = eqx_torch.load_state_dict(model, sd)`.",
-    "parameters": "Write `model.params`.",
-    "named_parameters": "Write `model.params`.",
+    "parameters": _PARAMETERS,
+    "named_parameters": _PARAMETERS,
     "named_buffers": "Write `eqx_torch.state_dict(model)`, or `state_dict(model, state)`.",
     "requires_grad_": "Write `eqx.partition(model, eqx_torch.trainable(model))`.",
     "zero_grad": _GRADIENTS,

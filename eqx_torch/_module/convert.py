@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
@@ -15,7 +15,7 @@ from .._compat import called_by_make_with_state
 from .._dtypes import canonical_dtype, dtype_t2j, is_inexact
 from .._errors import InputError, ModuleError
 from .._examples import Examples
-from .._function import check_options, lock_of
+from .._function import check_keywords, check_options, lock_of
 from .._probe import probe
 from .._program import Compiled, Lock, Residuals, VmapMethod
 from .._shapes import OutputShapes
@@ -39,6 +39,7 @@ def from_torch(
     vmap_method: VmapMethod = "torch",
     residuals: Residuals = "tape",
     signature: Callable[..., Any] | None = None,
+    **unknown: NoReturn,
 ) -> TorchModule:
     """Makes an Equinox module of a torch module.
 
@@ -79,6 +80,8 @@ def from_torch(
         >>> model(jnp.ones((5, 3))).shape
         (5, 2)
     """
+    check_keywords("from_torch", unknown, from_torch)
+    check_options(depth, vmap_method, residuals, out_specs)
     held = lock_of(lock)
     options = Options(
         method, output_shapes, out_specs, held, depth, vmap_method, residuals, signature
@@ -90,7 +93,6 @@ def from_torch(
     if out_specs is not None:
         check_shards(module)
     _check_method(module, method)
-    check_options(depth, vmap_method, residuals)
     name = type(module).__name__
     examples = Examples.of(name, example_args, example_kw)
     names = _names(module, state, options, example_args, example_kw)

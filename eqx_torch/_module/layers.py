@@ -1,7 +1,9 @@
 """What is known of torch's own layers: which change buffers, which draw random numbers."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import equinox as eqx
 import torch
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -47,10 +49,7 @@ def computed_by_hooks(layer: torch.nn.Module) -> list[str]:
 def check_convertible(module: torch.nn.Module) -> None:
     """Raises if a module has no values to convert."""
     if not isinstance(module, torch.nn.Module):
-        raise ModuleError(
-            f"`from_torch` takes a `torch.nn.Module`, but got {module!r} of type "
-            f"{type(module).__name__}. Functions of tensors are converted by `torch2jax`."
-        )
+        raise ModuleError(_no_module(module))
     name = type(module).__name__
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     lazy = [n for n, t in tensors.items() if is_lazy(t)]
@@ -86,6 +85,23 @@ def check_shards(module: torch.nn.Module) -> None:
             "layers; to normalise by the whole batch, leave `out_specs` out and replicate the "
             "inputs, `jax.sharding.reshard(x, P())`."
         )
+
+
+def _no_module(x: Any) -> str:
+    takes = "`from_torch` takes a `torch.nn.Module`, but got"
+    if isinstance(x, type):
+        return f"{takes} the class `{x.__name__}`. Make one: `from_torch({x.__name__}(...))`."
+    if isinstance(x, eqx.Module):
+        return (
+            f"{takes} the Equinox module `{type(x).__name__}`, which takes JAX arrays already: "
+            "call it as it is, or make it a field of an `equinox.Module` beside torch's."
+        )
+    if isinstance(x, tuple):
+        return f"{takes} a tuple. Of a model and its state pass the model: `from_torch(model)`."
+    return (
+        f"{takes} {x!r} of type {type(x).__name__}. Functions of tensors are converted by "
+        "`torch2jax`."
+    )
 
 
 def _own_changing(layer: torch.nn.Module) -> list[str]:

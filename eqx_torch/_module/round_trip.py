@@ -19,6 +19,11 @@ from .module import TorchModule
 from .slots import copied
 
 
+_UNPACKED = (
+    " `make_with_state` gives a pair: write `model, state = pair`, then `{}({}state=state)`."
+)
+
+
 def to_torch(model: TorchModule, state: eqx.nn.State | None = None) -> torch.nn.Module:
     """A torch module with the parameters of a `TorchModule`.
 
@@ -143,10 +148,12 @@ def _torch_module(model: TorchModule, state: eqx.nn.State | None) -> torch.nn.Mo
 
 def _check_model(function: str, model: Any) -> None:
     if not isinstance(model, TorchModule):
+        arguments = "model, sd, " if function == "load_state_dict" else "model, "
+        remedy = _UNPACKED.format(function, arguments) if isinstance(model, tuple) else ""
         already = ", which is a torch module already" * isinstance(model, torch.nn.Module)
         raise ModuleError(
             f"`{function}` takes a model made by `from_torch`, but got a "
-            f"{type(model).__name__}{already}."
+            f"{type(model).__name__}{already}.{remedy}"
         )
     names, placeholders = model.core.blueprint.names.parameters, model.core.blueprint.parameters
     for name, expected in zip(names, placeholders, strict=True):

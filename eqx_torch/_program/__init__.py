@@ -28,6 +28,7 @@ from .leaf import (
     not_a_tensor as not_a_tensor,
     write_error as write_error,
 )
+from .library_hints import library_hint as library_hint
 from .record import Record as Record
 from .site import argument_name as argument_name, Site as Site, Static as Static
 from .tape import Kept as Kept, TAPES as TAPES

@@ -23,6 +23,7 @@ from .bits import same_bits
 from .declared import as_declared
 from .dtype_hints import dtype_hint
 from .function import Effects, TorchFunction
+from .library_hints import library_hint
 from .site import Site
 
 
@@ -173,7 +174,8 @@ class Leaf(Program):
         shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
         note = f"`{self.name}` was called on {self.function.described(self.site, shown)}."
         named = [(input_label(self, i), t.dtype) for i, t in enumerate(tensors)]
-        return f"{note} {dtype_hint(error, named, self.x64)}".rstrip()
+        hint = dtype_hint(error, named, self.x64) or library_hint(error)
+        return f"{note} {hint}".rstrip()
 
     def _checked(self, result: Any) -> list[torch.Tensor]:
         if self._single and isinstance(result, torch.Tensor):
