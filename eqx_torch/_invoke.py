@@ -73,7 +73,7 @@ class Arguments:
                 raise InputError(
                     f"`{self._function.name}` takes JAX arrays, but got a {kind} as "
                     f"{self._function.label(path)}. Convert it by `eqx_torch.t2j(x)`; in torch "
-                    "code there are tensors only, so call the torch function or module itself there."
+                    "code, where there are tensors only, call the torch function or module itself."
                 )
             if is_key(leaf):
                 raise DtypeError(_no_key(self._function, path, leaf))

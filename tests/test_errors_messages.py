@@ -92,14 +92,15 @@ CASES = {
     ),
     "torch tensor": Case(
         InputError,
-        "`sin` takes JAX arrays, but got a Tensor as argument 0. Convert it by `eqx_torch.t2j(x)`, "
-        "or call the torch function itself.",
+        "`sin` takes JAX arrays, but got a Tensor as argument 0. Convert it by `eqx_torch.t2j(x)`; "
+        "in torch code, where there are tensors only, call the torch function or module itself.",
         lambda: torch2jax(torch.sin)(torch.ones(2)),
     ),
     "struct": Case(
         InputError,
         "`sin` takes JAX arrays, but got a ShapeDtypeStruct as argument 0. Convert it by "
-        "`eqx_torch.t2j(x)`, or call the torch function itself.",
+        "`eqx_torch.t2j(x)`; in torch code, where there are tensors only, call the torch function "
+        "or module itself.",
         lambda: torch2jax(torch.sin)(jax.ShapeDtypeStruct((2,), "float32")),
     ),
     "structure unlike the examples": Case(
@@ -202,8 +203,8 @@ SHARDED = {
     ),
     "not a spec": Case(
         ShardingError,
-        "`out_specs` of `sin` holds 'x' of type str; it takes a `jax.sharding.PartitionSpec` or a "
-        'tree of them, for instance `P("x")`.',
+        "`out_specs` holds 'x' of type str. Pass a `jax.sharding.PartitionSpec`, for instance "
+        '`out_specs=P("x")`, or a tree of them.',
         lambda: _sharded(out_specs="x")(),
     ),
     "not a prefix": Case(
@@ -215,8 +216,9 @@ SHARDED = {
     "axis left out": Case(
         ShardingError,
         f"inputs of `sin` are sharded over ['x'], but `out_specs` has {P()}, as if the "
-        "results of all shards along ['x'] were equal. Name these axes in it, or reduce over them "
-        "inside a `jax.shard_map` of your own.",
+        "results of all shards along ['x'] were equal. Name these axes in it. For a sum or mean "
+        "over all shards, return one row for each shard, `x.sum(0, keepdim=True)`, with "
+        '`out_specs=P("x")`, and add the rows up in JAX, `.sum(0)`.',
         lambda: _sharded(out_specs=P())(),
     ),
     "axis of no input": Case(
@@ -316,8 +318,9 @@ def test_arguments_that_do_not_fit(call, reason):
 )
 def test_jax_arrays_in_torch_code(f):
     message = (
-        "\nTorch code met a JAX array, or JAX a tensor. Pass arrays as arguments instead of "
-        "closing over them, and call torch's functions on them."
+        "\nTorch code met a JAX array, or JAX a tensor. In torch code there are tensors only: pass "
+        "arrays as arguments instead of closing over them, call torch's functions on them, and "
+        "apply JAX functions and Equinox layers outside of it, to what `torch2jax(f)(x)` returns."
     )
     with pytest.raises(ShapeError) as info:
         torch2jax(f)(X)

@@ -19,9 +19,7 @@ from .module import TorchModule
 from .slots import copied
 
 
-_UNPACKED = (
-    " `make_with_state` gives a pair: write `model, state = pair`, then `{}({}state=state)`."
-)
+_UNPACKED = " `make_with_state` gives a pair: write `model, state = pair`, `{}({}state=state)`."
 
 
 def to_torch(model: TorchModule, state: eqx.nn.State | None = None) -> torch.nn.Module:
