@@ -159,8 +159,8 @@ class _NonDiff:
         """Whether each array of a call is left out, None if none is."""
         if self._argnums is None and self._mask is None:
             return None
-        leaves, structure = flatten(tuple(args))
-        mask = self._mask_of(args, structure.unflatten(range(len(leaves))))
+        _, structure = flatten(tuple(args))
+        mask = self._mask_of(args, structure.places())
         keyword = [False] * (len(arguments.statics) - len(mask))
         pairs = zip([*mask, *keyword], arguments.statics, strict=True)
         return [frozen for frozen, static in pairs if static is None]

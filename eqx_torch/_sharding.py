@@ -111,7 +111,7 @@ def check_replicated(
 
 def out_spec_list(name: str, out_specs: Any, structure: Structure) -> list[P]:
     """`out_specs`, a spec or a prefix tree of the outputs, as one spec for each output."""
-    outputs = structure.in_jax(range(structure.num_leaves))
+    outputs = structure.places()
     try:
         return jax.tree.leaves(
             jax.tree.broadcast(out_specs, outputs, is_leaf=_is_spec), is_leaf=_is_spec
