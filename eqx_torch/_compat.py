@@ -267,6 +267,12 @@ def output_aval(shape: tuple[int, ...], dtype: Any, operands: Sequence[Any]) -> 
     )
 
 
+def unsettled_axes(aval: Any) -> frozenset[str]:
+    """The mesh axes over which an array of this type, or its cotangent, has yet to be summed."""
+    kinds = (aval.sharding.spec, aval.manual_axis_type)
+    return frozenset().union(*(kind.reduced | kind.unreduced for kind in kinds))
+
+
 def weakly_typed(x: Any) -> Any:
     """An array whose dtype yields to others, as that of a Python number does."""
     return _converted_element_type(x, weak_type=True)

@@ -10,7 +10,7 @@ import jax
 
 from ._annotations import read_signature_for, unchecked
 from ._errors import InputError
-from ._examples import Examples
+from ._examples import Annotated, Examples, widened
 from ._invoke import Arguments, invoke
 from ._program import Compiled, Lock, PROCESS_LOCK, Residuals, TorchFunction, VmapMethod
 from ._shapes import Declaration, Inference, OutputShapes
@@ -120,9 +120,10 @@ def torch2jax(
         residuals=residuals,
         compiled=compiled,
     )
-    examples = Examples.of(function.name, example_args, example_kw)
+    examples = Examples.of(function.name, *widened(annotated, example_args, example_kw))
     declaration = Declaration(output_shapes, annotated, examples and examples.specs)
     infer = Inference(function, declaration)
+    annotations = Annotated(annotated)
     nondiff = _NonDiff(function.name, nondiff_argnums, nondiff_mask)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -131,7 +132,7 @@ def torch2jax(
             function,
             infer,
             arguments,
-            restored=examples and examples.restored(arguments),
+            restored=(examples or annotations).restored(arguments),
             frozen=nondiff.frozen(args, arguments),
             out_specs=out_specs,
         )
