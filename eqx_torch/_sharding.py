@@ -217,6 +217,12 @@ def _spec_leaves(name: str, out_specs: Any) -> list[P]:
                 f"`out_specs` of `{name}` holds {leaf!r} of type {type(leaf).__name__}; it takes "
                 'a `jax.sharding.PartitionSpec` or a tree of them, for instance `P("x")`.'
             )
+        if leaf.reduced | leaf.unreduced:
+            raise ShardingError(
+                f"`out_specs` of `{name}` holds {leaf}: torch gives values that are settled, "
+                "neither reduced nor unreduced over an axis. Leave that out, and reshard the "
+                "result, `jax.sharding.reshard(y, spec)`."
+            )
     return leaves
 
 

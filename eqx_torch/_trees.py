@@ -59,16 +59,20 @@ class _Foreign:
 
     Attributes:
         cls: its class.
-        names: of its children, None if they are numbered.
+        keys: the names of its children, None if they are numbered.
         structure: of the list of its children.
         constants: of an object, for each leaf of `structure` its value, or None if an array; those
             values are no leaves of the node. Of a container, None.
     """
 
     cls: type
-    names: tuple[Any, ...] | None
+    keys: Static
     structure: "Structure"
     constants: tuple[Static | None, ...] | None = None
+
+    @property
+    def names(self) -> tuple[Any, ...] | None:
+        return self.keys.value
 
     @property
     def num_leaves(self) -> int:
@@ -454,11 +458,11 @@ def _opened(node: Any, is_foreign: Callable[[Any], bool]) -> tuple[list[Any], _N
     names, items = children(node)
     if is_container(node):
         leaves, structure = _flattened(items, is_foreign)
-        return leaves, _Foreign(own_class(type(node)), names, structure)
+        return leaves, _Foreign(own_class(type(node)), Static(names), structure)
     leaves, structure = flatten(items)
     constants = tuple(None if isinstance(x, ARRAYS) else _constant(x) for x in leaves)
     arrays = [x for x in leaves if isinstance(x, ARRAYS)]
-    return arrays, _Foreign(type(node), names, structure, constants)
+    return arrays, _Foreign(type(node), Static(names), structure, constants)
 
 
 def _opened_dict(node: Any, is_foreign: Callable[[Any], bool]) -> tuple[list[Any], _Dict]:
