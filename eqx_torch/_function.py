@@ -49,14 +49,17 @@ def torch2jax(
 
     - `fn`: takes and returns any nesting of tuples, lists, dicts, dataclasses and None with torch
         tensors as leaves. Arguments that are not arrays (numbers, strings) are passed as they are.
+        Strings and other constants in the result are kept; they must be the same in every run.
+        Numbers in it arrive as arrays, as from `jax.jit`.
     - `*example_args`, `example_kw`: optional examples of the arguments: torch tensors, JAX arrays
         or `jax.ShapeDtypeStruct`. They fix the structure of the arguments, move errors to the time
         of wrapping, and give 64-bit dtypes back to arguments that JAX holds in 32 bits (class
-        labels). Calls may have other shapes.
+        labels), as an annotation such as `Int64[Tensor, "n"]` does. Calls may have other shapes.
     - `output_shapes`: the outputs of `fn`: a tree of `jax.ShapeDtypeStruct`, tensors, arrays or
         `Size`, or a function that gives one for the arguments as `jax.ShapeDtypeStruct`. Shapes
         are global. If None, jaxtyping annotations of `fn` say it, or else `fn` is run once for
-        each new combination of shapes, on tensors without memory. If examples are given too, it
+        each new combination of shapes, on tensors without memory. A list stands for a tuple, and
+        the reverse: what is declared is returned. If examples are given too, it
         holds for calls with their shapes.
     - `out_specs`: for inputs that are sharded over explicit mesh axes: how the outputs are, a
         `jax.sharding.PartitionSpec` or a prefix tree of them. `fn` is then called on each shard.

@@ -23,9 +23,12 @@ from ._program import Spec
 from ._trees import Structure
 
 
-_GATHER = (
-    "model = jax.tree.map(lambda a: jax.sharding.reshard(a, P()) if eqx.is_array(a) else a, model)"
-)
+_ON_THE_MESH = "`state = jax.device_put(state, jax.NamedSharding(mesh, P()))`"
+_GATHERED = {
+    "parameter": "`jax.sharding.reshard(parameter, P())`, or all of the model: `model = "
+    "jax.tree.map(lambda a: jax.sharding.reshard(a, P()) if eqx.is_array(a) else a, model)`",
+    "buffer": _ON_THE_MESH,
+}
 _WITHOUT_OUT_SPECS = (
     "A model without `out_specs`, with the weights of `model` and for the same state, is "
     "`from_torch(model)`."
@@ -102,8 +105,7 @@ def check_whole(name: str, what: str, named: Mapping[str, Any]) -> None:
             raise ShardingError(
                 f"`{name}` was called with its {what} {key} sharded over the mesh axes "
                 f"{sorted(axes)}, by {aval.sharding.spec}, so that each device would compute with "
-                f"its own part of it. Gather it before the call, `jax.sharding.reshard({what}, "
-                f"P())`, or all of the model: `{_GATHER}`."
+                f"its own part of it. Gather it before the call, {_GATHERED[what]}."
             )
 
 
@@ -120,8 +122,7 @@ def check_on_mesh(name: str, what: str, named: Mapping[str, Any], arrays: Sequen
         if lies:
             raise ShardingError(
                 f"`{name}` was called on the mesh {shown(mesh)}, but its {what} {key} lies "
-                f"{lies}. Replicate the {what}s over the mesh: "
-                "`state = jax.device_put(state, jax.NamedSharding(mesh, P()))`."
+                f"{lies}. Replicate the {what}s over the mesh: {_ON_THE_MESH}."
             )
 
 

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import pickle
 from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import torch
 from transformers.modeling_outputs import BaseModelOutput
 
 from eqx_torch import torch2jax, tree_t2j
+
 from .helpers import assert_trees_equal
 
 
@@ -46,7 +48,7 @@ class FrozenSlotted:
 class Registering:
     """A base class that keeps a list of its subclasses, each of which has to have a name."""
 
-    subclasses = []
+    subclasses: ClassVar[list[str]] = []
 
     def __init_subclass__(cls, name, **kwargs):
         super().__init_subclass__(**kwargs)

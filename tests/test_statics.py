@@ -149,8 +149,6 @@ def test_a_function_may_change_what_it_is_given():
     assert mine == set()
 
 
-
-
 def test_unhashable_statics_are_not_kept():
     f = torch2jax(lambda x, s: x * len(s.keywords["by"]))
     inner = Mutable([1])

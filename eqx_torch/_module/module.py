@@ -272,8 +272,9 @@ def misshapen(core: Core, what: str, array: Any, shape: tuple[int, ...]) -> str:
     if axes and len(own) == len(shape):
         return (
             f"{has}{list(shape)}: inside `jax.shard_map` over {sorted(axes)} it is a shard. Give "
-            "the `jax.shard_map` the whole model, by `in_specs=P()` for it, or gather it inside: "
-            f'`jax.lax.all_gather(x, "{min(axes)}", axis=i, tiled=True)`.'
+            "the `jax.shard_map` the whole model, by `in_specs=P()` for it, or gather it inside, "
+            f'`jax.lax.all_gather(x, "{min(axes)}", axis=i, tiled=True)`. Where torch is to '
+            "compute with a part, convert a torch module of the shard's shape."
         )
     return (
         f"{has}{list(shape)}. Put an array of that shape in its place, or convert a torch module "
