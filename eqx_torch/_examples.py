@@ -121,7 +121,7 @@ def _struct(x: Any) -> jax.ShapeDtypeStruct:
 def _as_wide(x: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None or isinstance(x, torch.Tensor):
         return x
-    if isinstance(x, jax.ShapeDtypeStruct) or not jax.core.is_concrete(x):
+    if isinstance(x, jax.ShapeDtypeStruct | jax.core.Tracer):
         return jax.ShapeDtypeStruct(x.shape, dtype_t2j(dtype))
     return np.asarray(x).astype(dtype_t2j(dtype))
 

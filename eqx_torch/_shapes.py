@@ -93,6 +93,8 @@ class Inference:
 def _declared(name: str, declared: Any, source: str, in_specs: Sequence[Spec]) -> Outputs:
     """The outputs that a declaration describes."""
     leaves, structure = flatten_result(declared)
+    if isinstance(declared, str):
+        _declared_spec(name, declared, in_specs)
     specs = tuple(_declared_spec(name, leaf, in_specs) for leaf in leaves)
     return Outputs(specs, structure, source)
 

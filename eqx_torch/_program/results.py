@@ -55,12 +55,18 @@ def other_constant(function: TorchFunction, declared: Structure, returned: Struc
     if [path for path, _ in mine] != [path for path, _ in theirs]:
         return None
     for (path, old), (_, new) in zip(mine, theirs, strict=True):
-        if old is not STAR and new != old:
-            place = function.output_label(path)
+        place = function.output_label(path)
+        where = f" at {place}" if place else ""
+        if old is STAR and new is not STAR:
             return (
-                f"`{function.name}` returned {_shown(new)}{f' at {place}' if place else ''}, where "
-                f"it is {old!r} in the program: what is no tensor or number is fixed when JAX "
-                "traces. Return the same on every call, or leave it out."
+                f"`{function.name}` returned {new!r} of type {type(new).__name__}{where}, where a "
+                "tensor was declared."
+            )
+        if new != old:
+            return (
+                f"`{function.name}` returned {_shown(new)}{where}, where it is {old!r} in the "
+                "program: what is no tensor or number is fixed when JAX traces. Return the same on "
+                "every call, or leave it out."
             )
     return None
 
