@@ -23,12 +23,7 @@ from ._program import Spec
 from ._trees import Structure
 
 
-_ON_THE_MESH = "`state = jax.device_put(state, jax.NamedSharding(mesh, P()))`"
-_GATHERED = {
-    "parameter": "`jax.sharding.reshard(parameter, P())`, or all of the model: `model = "
-    "jax.tree.map(lambda a: jax.sharding.reshard(a, P()) if eqx.is_array(a) else a, model)`",
-    "buffer": _ON_THE_MESH,
-}
+ON_THE_MESH = "`state = jax.device_put(state, jax.NamedSharding(mesh, P()))`"
 _WITHOUT_OUT_SPECS = (
     "A model without `out_specs`, with the weights of `model` and for the same state, is "
     "`from_torch(model)`."
@@ -87,26 +82,23 @@ def shard_map(plan: Plan, body: Callable[..., Any], out_specs: Any, arrays: Sequ
     return mapped(*arrays)
 
 
-def check_whole(name: str, what: str, named: Mapping[str, Any]) -> None:
-    """Raises unless each of the arrays of a model lies whole on every device.
+def check_whole(name: str, what: str, aval: Any, remedy: str) -> None:
+    """Raises unless an array of a model, of this type, lies whole on every device of its mesh.
 
     Args:
         name: of the function.
-        what: the arrays are.
-        named: the arrays, by name.
+        what: the array is.
+        aval: its type.
+        remedy: gathers it.
     """
-    for key, array in named.items():
-        aval = jax.typeof(array)
-        if aval.sharding.mesh.empty:
-            continue
-        _check_settled(name, f"its {what} {key}", aval)
-        axes = _names(_kept(aval.sharding.spec, explicit_axes(aval.sharding.mesh)))
-        if axes:
-            raise ShardingError(
-                f"`{name}` was called with its {what} {key} sharded over the mesh axes "
-                f"{sorted(axes)}, by {aval.sharding.spec}, so that each device would compute with "
-                f"its own part of it. Gather it before the call, {_GATHERED[what]}."
-            )
+    _check_settled(name, f"its {what}", aval)
+    axes = _names(_kept(aval.sharding.spec, explicit_axes(aval.sharding.mesh)))
+    if axes:
+        raise ShardingError(
+            f"`{name}` was called with its {what} sharded over the mesh axes {sorted(axes)}, by "
+            f"{aval.sharding.spec}, so that each device would compute with its own part of it. "
+            f"Gather it before the call, {remedy}."
+        )
 
 
 def check_on_mesh(name: str, what: str, named: Mapping[str, Any], arrays: Sequence[Any]) -> None:
@@ -122,7 +114,7 @@ def check_on_mesh(name: str, what: str, named: Mapping[str, Any], arrays: Sequen
         if lies:
             raise ShardingError(
                 f"`{name}` was called on the mesh {shown(mesh)}, but its {what} {key} lies "
-                f"{lies}. Replicate the {what}s over the mesh: {_ON_THE_MESH}."
+                f"{lies}. Replicate the {what}s over the mesh: {ON_THE_MESH}."
             )
 
 

@@ -19,6 +19,7 @@ import collections
 import dataclasses
 import enum
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -50,6 +51,7 @@ _CONSTANTS = (
     torch.memory_format,
     torch.Size,
 )
+_STRINGS = {str}
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict)
 
 
@@ -74,7 +76,7 @@ class _Foreign:
     def names(self) -> tuple[Any, ...] | None:
         return self.keys.value
 
-    @property
+    @functools.cached_property
     def num_leaves(self) -> int:
         if self.constants is None:
             return self.structure.num_leaves
@@ -141,7 +143,7 @@ class _Dict:
     structure: "Structure"
     make: Static
 
-    @property
+    @functools.cached_property
     def num_leaves(self) -> int:
         return self.structure.num_leaves
 
@@ -233,7 +235,7 @@ class Structure:
             return jtu.tree_unflatten(self.treedef, leaves)
         rest = iter(leaves)
         nodes = [
-            next(rest) if f is None else f.rebuild([next(rest) for _ in range(f.num_leaves)], view)
+            next(rest) if f is None else f.rebuild(list(itertools.islice(rest, f.num_leaves)), view)
             for f in self.foreign
         ]
         return jtu.tree_unflatten(self.treedef, nodes)
@@ -433,10 +435,12 @@ def _is_foreign_in_result(x: Any) -> bool:
 
 def _is_altered(x: Any) -> bool:
     """Whether JAX would not keep the order or the types of the keys of a dictionary."""
+    if not x:
+        return False
     keys = list(x)
-    if not all(type(key) is str for key in keys):
+    if set(map(type, keys)) != _STRINGS:
         return _sorted(keys) is not None
-    return type(x) is not collections.OrderedDict and _sorted(keys) != keys
+    return len(keys) > 1 and type(x) is not collections.OrderedDict and sorted(keys) != keys
 
 
 def _sorted(keys: list[Any]) -> list[Any] | None:

@@ -383,8 +383,8 @@ RUNTIME = {
     "set in a tuple": (
         lambda x: (x, {3.0}),
         "OutputError: `f` returned {3.0} of type set at output[1], but JAX can only take torch "
-        "tensors, numbers and strings (in any nesting of tuples, lists, dicts, dataclasses and None). Return "
-        "`torch.as_tensor(...)` of it, or leave it out.",
+        "tensors, numbers and strings (in any nesting of tuples, lists, dicts, dataclasses and "
+        "None). Return `torch.as_tensor(...)` of it, or leave it out.",
     ),
     "exception": (lambda x: torch.ones(2) @ torch.ones(3), "RuntimeError: "),
     "python exception": (lambda x: {}["missing"], "KeyError: 'missing'"),

@@ -13,7 +13,7 @@ from .._compat import axes_of_type
 from .._errors import InputError, ModuleError
 from .._invoke import Arguments, invoke
 from .._probe import Outputs
-from .._sharding import check_on_mesh, check_whole
+from .._sharding import check_on_mesh, check_whole, ON_THE_MESH
 from .attributes import missing_attribute
 from .core import Core
 from .function import first, missing_key
@@ -252,9 +252,18 @@ def check_arrays(core: Core, params: Mapping[str, Any], buffers: Mapping[str, An
                     f"the {what} {name} of `{core.name}` is None: this is part of a model. "
                     "Put it together before calling it, `eqx.combine(params, rest)`."
                 )
-            if np.shape(arrays[name]) != shape:
+            aval = jax.typeof(arrays[name])
+            if aval.shape != shape:
                 raise InputError(misshapen(core, f"{what} {name}", arrays[name], shape))
-        check_whole(core.name, what, {name: arrays[name] for name in shapes})
+            if not aval.sharding.mesh.empty:
+                check_whole(core.name, f"{what} {name}", aval, _GATHERED[what])
+
+
+_GATHERED = {
+    "parameter": "`jax.sharding.reshard(parameter, P())`, or all of the model: `model = "
+    "jax.tree.map(lambda a: jax.sharding.reshard(a, P()) if eqx.is_array(a) else a, model)`",
+    "buffer": ON_THE_MESH,
+}
 
 
 def misshapen(core: Core, what: str, array: Any, shape: tuple[int, ...]) -> str:
