@@ -103,8 +103,7 @@ def widened(
     structs = [_struct(x) if _is_example(x) else x for x in leaves]
     wide = _wide(signature, *structure.unflatten(structs))
     pairs = zip(leaves, structs, strict=True)
-    args, kwargs = structure.unflatten([_as_wide(x, wide.get(id(struct))) for x, struct in pairs])
-    return args, kwargs
+    return structure.unflatten([_as_wide(x, wide.get(id(struct))) for x, struct in pairs])
 
 
 def _wide(
