@@ -17,6 +17,10 @@ from jax._src.core import (
     # Which mesh axes `jax.vmap` maps: inside of it they are in no type.
     get_axis_env as _axis_environment,
 )
+from jax._src.lax.lax import (
+    # JAX makes weakly typed arrays of Python numbers, but no public function makes one of an array.
+    _convert_element_type as _converted_element_type,
+)
 from jax._src.util import (
     # How JAX's own caches are emptied by `jax.clear_caches()`; recorded graphs are one more.
     register_cache,
@@ -261,6 +265,17 @@ def output_aval(shape: tuple[int, ...], dtype: Any, operands: Sequence[Any]) -> 
     return jax.core.ShapedArray(
         shape, dtype, sharding=sharding, manual_axis_type=manual_axis_type(varying=varying)
     )
+
+
+def unsettled_axes(aval: Any) -> frozenset[str]:
+    """The mesh axes over which an array of this type, or its cotangent, has yet to be summed."""
+    kinds = (aval.sharding.spec, aval.manual_axis_type)
+    return frozenset().union(*(kind.reduced | kind.unreduced for kind in kinds))
+
+
+def weakly_typed(x: Any) -> Any:
+    """An array whose dtype yields to others, as that of a Python number does."""
+    return _converted_element_type(x, weak_type=True)
 
 
 def explicit_axes(mesh: Any) -> frozenset[str]:

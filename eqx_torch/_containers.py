@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import itertools
 import threading
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,47 +23,101 @@ _OPAQUE_LIBRARIES = ("builtins", "jax", "jaxlib", "numpy", "torch")
 _MOST_ATTRIBUTES = 10_000
 
 
-class _Registry:
-    """The container classes that were made known to JAX here.
+class _StandIn:
+    """Mixed into the subclass that stands for a container class in JAX; see `in_jax`.
 
-    Invariant: a class is in `classes` before JAX knows it, so that it never counts as JAX's own.
+    It is as the user's own class in all that one does with what a function has returned, and
+    equal to an instance of that.
+    """
+
+    __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        """Not that of the user's class, which may register its subclasses elsewhere."""
+
+    def __eq__(self, other: object) -> bool:
+        return _own(self) == _own(other)
+
+    def __hash__(self) -> int:
+        return hash(_own(self))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        del protocol
+        return in_jax, (own_class(type(self)), *children(self))
+
+
+class _Registry:
+    """For container classes that JAX does not know, the classes that stand for them there.
+
+    A class that cannot be subclassed (of `torch.return_types`) stands for itself. JAX has no way to
+    forget a class, so each stays for the life of the process.
     """
 
     def __init__(self) -> None:
-        self.classes: set[type] = set()
+        self.stand_ins: dict[type, type] = {}
+        self.own: dict[type, type] = {}
         self.lock = threading.Lock()
 
 
 _REGISTRY = _Registry()
 
 
-def make_known(cls: type) -> None:
-    """Makes JAX flatten the containers of a class, unless it does.
+def in_jax(cls: Any, names: tuple[Any, ...] | None, items: Sequence[Any]) -> Any:
+    """A container with these children that JAX flattens.
 
-    This is for the whole process, and whoever registers the class later is told that it is.
+    It is one of `cls` if JAX knows that, and else one of a subclass that was made known in its
+    place: whether and how a class is a PyTree is for its author to say, now or later.
     """
+    own = container(cls, names, items)
+    return container(_stand_in(cls), names, items) if jtu.all_leaves([own]) else own
+
+
+def own_class(cls: type) -> type:
+    """The class that torch code uses, of one that may stand for it."""
+    return _REGISTRY.own.get(cls, cls)
+
+
+def _own(x: Any) -> Any:
+    return container(own_class(type(x)), *children(x)) if isinstance(x, _StandIn) else x
+
+
+def _stand_in(cls: type) -> type:
     with _REGISTRY.lock:
-        if cls in _REGISTRY.classes:
-            return
-        _REGISTRY.classes.add(cls)
-        key = jtu.DictKey if issubclass(cls, Mapping) else jtu.GetAttrKey
+        if cls not in _REGISTRY.stand_ins:
+            stand_in = _subclass(cls)
+            _REGISTRY.stand_ins[cls] = stand_in
+            # Before JAX knows it, so that it never counts as JAX's own.
+            _REGISTRY.own[stand_in] = cls
+            _make_known(stand_in)
+        return _REGISTRY.stand_ins[cls]
 
-        def with_keys(node: Any) -> Any:
-            names, items = children(node)
-            keys = map(jtu.SequenceKey, range(len(items))) if names is None else map(key, names)
-            return tuple(zip(keys, items, strict=True)), names
 
-        jtu.register_pytree_with_keys(
-            cls,
-            with_keys,
-            lambda names, items: container(cls, names, list(items)),
-            lambda node: (children(node)[1], children(node)[0]),
+def _subclass(cls: type) -> type:
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    if getattr(cls, "__hash__", None) is None:
+        names["__hash__"] = None
+    try:
+        return types.new_class(
+            cls.__name__, (_StandIn, cls), exec_body=lambda n: n.update(names, __slots__=())
         )
+    except TypeError:
+        return cls
 
 
-def _swapped(named: tuple[Any, list[Any]]) -> tuple[list[Any], Any]:
-    names, items = named
-    return items, names
+def _make_known(cls: type) -> None:
+    key = jtu.DictKey if issubclass(cls, Mapping) else jtu.GetAttrKey
+
+    def with_keys(node: Any) -> Any:
+        names, items = children(node)
+        keys = map(jtu.SequenceKey, range(len(items))) if names is None else map(key, names)
+        return tuple(zip(keys, items, strict=True)), names
+
+    jtu.register_pytree_with_keys(
+        cls,
+        with_keys,
+        lambda names, items: container(cls, names, list(items)),
+        lambda node: (children(node)[1], children(node)[0]),
+    )
 
 
 def container(cls: Any, names: tuple[Any, ...] | None, items: Sequence[Any]) -> Any:
@@ -85,11 +140,11 @@ def container(cls: Any, names: tuple[Any, ...] | None, items: Sequence[Any]) -> 
 def is_closed(x: Any) -> bool:
     """Whether a leaf of JAX's is a container or an object that torch code uses as one.
 
-    Classes that were made known to JAX here still count.
+    Classes that stand for one in JAX count.
     """
     if x is None or isinstance(x, _PLAIN):
         return False
-    if type(x) in _REGISTRY.classes:
+    if type(x) in _REGISTRY.own:
         return True
     if not jtu.all_leaves([x]):
         return False

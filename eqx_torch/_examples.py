@@ -1,19 +1,23 @@
-"""Example arguments of a wrapped function.
+"""Example arguments of a wrapped function, and the 64 bits that arguments are given back.
 
-They fix the structure of its arguments and let errors appear when it is wrapped. They also say
-which arrays torch wants in 64 bits: JAX holds class labels in 32 bits unless x64 is on, and torch
-refuses those.
+Examples fix the structure of a function's arguments and let errors appear when it is wrapped.
+They also say which arrays torch wants in 64 bits: JAX holds class labels in 32 bits unless x64 is
+on, and torch refuses those. An annotation with one dtype of 64 bits says so too; where both speak,
+a torch tensor among the examples is right.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.core
+import numpy as np
 import torch
 from jax.sharding import PartitionSpec
 
 from ._ambient import Ambient
-from ._dtypes import canonical_dtype, dtype_j2t, dtype_t2j
+from ._annotations import Signature
+from ._dtypes import canonical_dtype, dtype_j2t, dtype_t2j, x64_enabled
 from ._errors import InputError
 from ._invoke import Arguments, Infer, is_array, Restored
 from ._program import Site, Spec, Static
@@ -58,7 +62,8 @@ class Examples:
     def restored(self, arguments: Arguments) -> Restored:
         """The torch dtype to give to each array of a call before torch sees it."""
         dynamic = [static is None for static in arguments.statics]
-        if arguments.structure != self._structure or dynamic != [s is None for s in self._statics]:
+        same = arguments.structure.unordered == self._structure.unordered
+        if not same or dynamic != [s is None for s in self._statics]:
             raise InputError(
                 f"`{self._name}` was called with arguments of another structure than its "
                 "examples have.\n"
@@ -77,6 +82,58 @@ class Examples:
             dtype_j2t(example) if example != dtype and canonical_dtype(example) == dtype else None
             for example, dtype in zip(self._dtypes, dtypes, strict=True)
         )
+
+
+class Annotated:
+    """The annotations of a function, for calls without examples."""
+
+    def __init__(self, signature: Signature | None) -> None:
+        self._signature = signature
+        self._known: dict[Hashable, Restored] = {}
+
+    def restored(self, arguments: Arguments) -> Restored | None:
+        """The torch dtype to give to each array of a call before torch sees it."""
+        if self._signature is None or not self._signature.widens or x64_enabled():
+            return None
+        key = arguments.structure, arguments.statics, arguments.specs()
+        if key not in self._known:
+            structs = [jax.ShapeDtypeStruct(*spec) for spec in key[-1]]
+            args, kwargs = arguments.site(None).arguments(structs)
+            wide = _wide(self._signature, args, kwargs)
+            self._known[key] = tuple(wide.get(id(struct)) for struct in structs)
+        return self._known[key]
+
+
+def widened(
+    signature: Signature | None, args: Sequence[Any], kwargs: dict[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any] | None]:
+    """Example arguments, those of JAX in the 64 bits that annotations give to them."""
+    if signature is None or not signature.widens or not (args or kwargs) or x64_enabled():
+        return tuple(args), kwargs
+    leaves, structure = flatten((tuple(args), kwargs or {}))
+    structs = [_struct(x) if _is_example(x) else x for x in leaves]
+    wide = _wide(signature, *structure.unflatten(structs))
+    pairs = zip(leaves, structs, strict=True)
+    return structure.unflatten([_as_wide(x, wide.get(id(struct))) for x, struct in pairs])
+
+
+def _wide(
+    signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[int, torch.dtype | None]:
+    """By the identity of each annotated array of a call."""
+    return {id(seen.array): seen.wide for seen in signature.bind(tuple(args), kwargs).seen}
+
+
+def _struct(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(x.shape), canonical_dtype(x.dtype))
+
+
+def _as_wide(x: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None or isinstance(x, torch.Tensor):
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct | jax.core.Tracer):
+        return jax.ShapeDtypeStruct(x.shape, dtype_t2j(dtype))
+    return np.asarray(x).astype(dtype_t2j(dtype))
 
 
 def _is_example(x: Any) -> bool:

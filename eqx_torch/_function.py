@@ -11,7 +11,7 @@ import jax
 
 from ._annotations import read_signature_for, unchecked
 from ._errors import InputError
-from ._examples import Examples
+from ._examples import Annotated, Examples, widened
 from ._invoke import Arguments, invoke
 from ._program import Compiled, Lock, PROCESS_LOCK, Residuals, TorchFunction, VmapMethod
 from ._shapes import Declaration, Inference, OutputShapes
@@ -61,14 +61,17 @@ def torch2jax(
 
     - `fn`: takes and returns any nesting of tuples, lists, dicts, dataclasses and None with torch
         tensors as leaves. Arguments that are not arrays (numbers, strings) are passed as they are.
+        Strings and other constants in the result are kept; they must be the same in every run.
+        Numbers in it arrive as arrays, as from `jax.jit`.
     - `*example_args`, `example_kw`: optional examples of the arguments: torch tensors, JAX arrays
         or `jax.ShapeDtypeStruct`. They fix the structure of the arguments, move errors to the time
         of wrapping, and give 64-bit dtypes back to arguments that JAX holds in 32 bits (class
-        labels). Calls may have other shapes.
+        labels), as an annotation such as `Int64[Tensor, "n"]` does. Calls may have other shapes.
     - `output_shapes`: the outputs of `fn`: a tree of `jax.ShapeDtypeStruct`, tensors, arrays or
         `Size`, or a function that gives one for the arguments as `jax.ShapeDtypeStruct`. Shapes
         are global. If None, jaxtyping annotations of `fn` say it, or else `fn` is run once for
-        each new combination of shapes, on tensors without memory. If examples are given too, it
+        each new combination of shapes, on tensors without memory. A list stands for a tuple, and
+        the reverse: what is declared is returned. If examples are given too, it
         holds for calls with their shapes.
     - `out_specs`: for inputs that are sharded over explicit mesh axes: how the outputs are, a
         `jax.sharding.PartitionSpec` or a prefix tree of them. `fn` is then called on each shard.
@@ -142,9 +145,10 @@ def torch2jax(
         residuals=residuals,
         compiled=compiled,
     )
-    examples = Examples.of(function.name, example_args, example_kw)
+    examples = Examples.of(function.name, *widened(annotated, example_args, example_kw))
     declaration = Declaration(output_shapes, annotated, examples and examples.specs)
     infer = Inference(function, declaration)
+    annotations = Annotated(annotated)
     nondiff = _NonDiff(function.name, nondiff_argnums, nondiff_mask)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -153,7 +157,7 @@ def torch2jax(
             function,
             infer,
             arguments,
-            restored=examples and examples.restored(arguments),
+            restored=(examples or annotations).restored(arguments),
             frozen=nondiff.frozen(args, arguments),
             out_specs=out_specs,
         )
@@ -181,8 +185,8 @@ class _NonDiff:
         """Whether each array of a call is left out, None if none is."""
         if self._argnums is None and self._mask is None:
             return None
-        leaves, structure = flatten(tuple(args))
-        mask = self._mask_of(args, structure.unflatten(range(len(leaves))))
+        _, structure = flatten(tuple(args))
+        mask = self._mask_of(args, structure.places())
         keyword = [False] * (len(arguments.statics) - len(mask))
         pairs = zip([*mask, *keyword], arguments.statics, strict=True)
         return [frozen for frozen, static in pairs if static is None]

@@ -17,11 +17,11 @@ import jax
 import torch
 
 from ._compat import FakeTensorMode
-from ._dtypes import canonical_dtype, dtype_j2t, x64_enabled
-from ._errors import EqxTorchError, InputError, OutputError, ShapeError
-from ._program import dtype_hint, Effects, library_hint, not_a_tensor, Site, Spec, TorchFunction
+from ._dtypes import dtype_j2t, x64_enabled
+from ._errors import EqxTorchError, InputError, ShapeError
+from ._program import dtype_hint, Effects, library_hint, opened, Site, Spec, TorchFunction
 from ._swaps import Swaps
-from ._trees import flatten, leaf_paths, Structure
+from ._trees import leaf_paths, Structure
 from ._watch import Exposure, Watch
 
 
@@ -107,12 +107,7 @@ def _try(
 
 
 def _outputs(function: TorchFunction, result: Any, source: str) -> Outputs:
-    leaves, structure = flatten(result)
-    for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
-        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
-            raise OutputError(not_a_tensor(function, path, leaf))
-    specs = tuple(Spec(tuple(x.shape), canonical_dtype(x.dtype)) for x in leaves)
-    return Outputs(specs, structure, source)
+    return Outputs(*opened(function, result), source)
 
 
 def _zeros(spec: Spec, restored: torch.dtype | None) -> torch.Tensor:

@@ -16,7 +16,7 @@ from ._dtypes import canonical_dtype, is_inexact, x64_enabled
 from ._errors import ShapeError
 from ._probe import Outputs, probe
 from ._program import Site, Spec, TorchFunction
-from ._trees import flatten
+from ._trees import flatten_result
 
 
 OutputShapes: TypeAlias = Any
@@ -92,7 +92,9 @@ class Inference:
 
 def _declared(name: str, declared: Any, source: str, in_specs: Sequence[Spec]) -> Outputs:
     """The outputs that a declaration describes."""
-    leaves, structure = flatten(declared)
+    leaves, structure = flatten_result(declared)
+    if isinstance(declared, str):
+        _declared_spec(name, declared, in_specs)
     specs = tuple(_declared_spec(name, leaf, in_specs) for leaf in leaves)
     return Outputs(specs, structure, source)
 

@@ -16,13 +16,14 @@ import jax
 import jax.core
 from jax.sharding import AxisType, PartitionSpec as P
 
-from ._compat import axes_of_type, explicit_axes, vmapped_mesh_axes
+from ._compat import axes_of_type, explicit_axes, unsettled_axes, vmapped_mesh_axes
 from ._errors import ShardingError
 from ._meshes import alike, check_meshes, mesh_of, shown
 from ._program import Spec
 from ._trees import Structure
 
 
+ON_THE_MESH = "`state = jax.device_put(state, jax.NamedSharding(mesh, P()))`"
 _WITHOUT_OUT_SPECS = (
     "A model without `out_specs`, with the weights of `model` and for the same state, is "
     "`from_torch(model)`."
@@ -50,6 +51,8 @@ def plan(name: str, arrays: Sequence[Any], out_specs: Any) -> Plan | None:
     if mesh.empty:
         return None
     check_meshes(name, types)
+    for t in types:
+        _check_settled(name, "an input", t)
     explicit = explicit_axes(mesh)
     in_specs = tuple(_kept(t.sharding.spec, explicit) for t in types)
     used = frozenset[str]().union(*map(_names, in_specs))
@@ -77,6 +80,12 @@ def check_specs(out_specs: Any) -> None:
                 f'`jax.sharding.PartitionSpec`, for instance `out_specs=P("{name}")`, or a tree of '
                 "them."
             )
+        if leaf.reduced | leaf.unreduced:
+            raise ShardingError(
+                f"`out_specs` holds {leaf}: torch gives values that are settled, neither reduced "
+                "nor unreduced over an axis. Leave that out, and reshard the result, "
+                "`jax.sharding.reshard(y, spec)`."
+            )
 
 
 def shard_map(plan: Plan, body: Callable[..., Any], out_specs: Any, arrays: Sequence[Any]) -> Any:
@@ -96,48 +105,74 @@ def shard_map(plan: Plan, body: Callable[..., Any], out_specs: Any, arrays: Sequ
     return mapped(*arrays)
 
 
-def check_replicated(
-    name: str, what: str, named: Mapping[str, Any], arrays: Sequence[Any], remedy: str
-) -> None:
-    """Raises unless arrays lie, the whole of each on every device, on the mesh of a call.
+def check_whole(name: str, what: str, aval: Any, remedy: str) -> None:
+    """Raises unless an array of a model, of this type, lies whole on every device of its mesh.
 
     Args:
         name: of the function.
-        what: the arrays are.
-        named: the arrays, by name.
-        arrays: the call's other inputs.
-        remedy: moves the arrays to `mesh`.
+        what: the array is.
+        aval: its type.
+        remedy: gathers it.
     """
+    _check_settled(name, f"its {what}", aval)
+    axes = _names(_kept(aval.sharding.spec, explicit_axes(aval.sharding.mesh)))
+    if axes:
+        raise ShardingError(
+            f"`{name}` was called with its {what} sharded over the mesh axes {sorted(axes)}, by "
+            f"{aval.sharding.spec}, so that each device would compute with its own part of it. "
+            f"Gather it before the call, {remedy}."
+        )
+
+
+def check_on_mesh(name: str, what: str, named: Mapping[str, Any], arrays: Sequence[Any]) -> None:
+    """Raises unless arrays that a call gives back lie on the mesh of its other inputs."""
     mesh = mesh_of([jax.typeof(x) for x in arrays])
-    explicit = explicit_axes(mesh)
-    for key, array in named.items() if explicit else ():
-        sharding = jax.typeof(array).sharding
+    for key, array in named.items() if explicit_axes(mesh) else ():
+        own = jax.typeof(array).sharding.mesh
         lies = None
-        if sharding.mesh.empty:
+        if own.empty:
             lies = f"off that mesh, on {_devices(array)}"
-        elif not alike(sharding.mesh, mesh):
-            lies = f"on the mesh {shown(sharding.mesh)}"
-        elif _names(_kept(sharding.spec, explicit)):
-            lies = f"sharded there, by {sharding.spec}"
+        elif not alike(own, mesh):
+            lies = f"on the mesh {shown(own)}"
         if lies:
             raise ShardingError(
                 f"`{name}` was called on the mesh {shown(mesh)}, but its {what} {key} lies "
-                f"{lies}. Replicate the {what}s over the mesh: `{remedy}`."
+                f"{lies}. Replicate the {what}s over the mesh: {ON_THE_MESH}."
             )
+
+
+def _check_settled(name: str, what: str, aval: Any) -> None:
+    """Raises for the types that only JAX's own operations give a meaning to."""
+    axes = unsettled_axes(aval)
+    if axes:
+        manual = axes & axes_of_type(aval.sharding.mesh, AxisType.Manual)
+        remedy = (
+            "Inside `jax.shard_map`, write `jax.lax.psum(x, axes)` of what is unreduced and "
+            '`jax.lax.pcast(x, axes, to="varying")` of what is reduced'
+            if manual
+            else "Write `jax.sharding.reshard(x, P())`, of which JAX knows the derivative"
+        )
+        raise ShardingError(
+            f"`{name}` was called with {what} of type {aval.str_short()}, which is reduced or "
+            f"unreduced over the mesh axes {sorted(axes)}: sums that JAX has put off, of its value "
+            f"or of its gradient. torch can only be given what is settled. {remedy}."
+        )
 
 
 def out_spec_list(name: str, out_specs: Any, structure: Structure) -> list[P]:
     """`out_specs`, a spec or a prefix tree of the outputs, as one spec for each output."""
-    outputs = structure.in_jax(range(structure.num_leaves))
+    places = structure.places()
     try:
-        return jax.tree.leaves(
-            jax.tree.broadcast(out_specs, outputs, is_leaf=_is_spec), is_leaf=_is_spec
+        specs = jax.tree.leaves(
+            jax.tree.broadcast(out_specs, places, is_leaf=_is_spec), is_leaf=_is_spec
         )
     except ValueError as error:
         raise ShardingError(
             f"`out_specs={out_specs}` of `{name}` is not a prefix of its outputs {structure}. "
             "Pass one PartitionSpec for all outputs, or a tree of them like the outputs."
         ) from error
+    by_place = dict(zip(jax.tree.leaves(places), specs, strict=True))
+    return [by_place[i] for i in range(structure.num_leaves)]
 
 
 def local_spec(name: str, what: str, spec: Spec, partition: P, mesh: Any) -> Spec:

@@ -77,7 +77,7 @@ INSTEAD = {
     "shape": (lambda x: torch.ones(5), ShapeError, "returned another shape than was declared"),
     "dtype": (lambda x: x.double(), OutputError, "returned another dtype than was declared"),
     "structure": (lambda x: (x, x), OutputError, "returned another structure than was declared"),
-    "number": (lambda x: 3.0, OutputError, "returned 3.0 of type float"),
+    "set": (lambda x: {3.0}, OutputError, "returned {3.0} of type set"),
     "sparse": (lambda x: x.to_sparse(), OutputError, "returned a tensor of layout"),
 }
 

@@ -119,12 +119,12 @@ CASES = {
         "`jax.random.key_data(key)`. A model made by `from_torch` takes `key=`.",
         lambda: torch2jax(torch.sin)(jax.random.key(0)),
     ),
-    "number instead of a tensor": Case(
+    "set instead of a tensor": Case(
         OutputError,
-        "`f` returned 3.0 of type float at output[1], but JAX can only take torch tensors (in any "
-        "nesting of tuples, lists, dicts, dataclasses and None). Return `torch.as_tensor(...)` of "
-        "it, or leave it out.",
-        lambda: torch2jax(_returns((torch.ones(2), 3.0)))(X),
+        "`f` returned {3.0} of type set at output[1], but JAX can only take torch tensors, "
+        "numbers and strings (in any nesting of tuples, lists, dicts, dataclasses and None). "
+        "Return `torch.as_tensor(...)` of it, or leave it out.",
+        lambda: torch2jax(_returns((torch.ones(2), {3.0})))(X),
     ),
     "sparse tensor": Case(
         OutputError,
@@ -377,17 +377,17 @@ RUNTIME = {
         "Return the same structure on every call, or declare the right one, in the annotation or "
         "by `output_shapes=`.",
     ),
-    "number": (
-        lambda x: 3.0,
-        "OutputError: `f` returned 3.0 of type float, but JAX can only take torch tensors (in any "
-        "nesting of tuples, lists, dicts, dataclasses and None). Return `torch.as_tensor(...)` of "
-        "it, or leave it out.",
+    "set": (
+        lambda x: {3.0},
+        "OutputError: `f` returned {3.0} of type set, but JAX can only take torch tensors, "
+        "numbers and strings (in any nesting of tuples, lists, dicts, dataclasses and None). "
+        "Return `torch.as_tensor(...)` of it, or leave it out.",
     ),
-    "number in a tuple": (
-        lambda x: (x, 3.0),
-        "OutputError: `f` returned 3.0 of type float at output[1], but JAX can only take torch "
-        "tensors (in any nesting of tuples, lists, dicts, dataclasses and None). Return "
-        "`torch.as_tensor(...)` of it, or leave it out.",
+    "set in a tuple": (
+        lambda x: (x, {3.0}),
+        "OutputError: `f` returned {3.0} of type set at output[1], but JAX can only take torch "
+        "tensors, numbers and strings (in any nesting of tuples, lists, dicts, dataclasses and "
+        "None). Return `torch.as_tensor(...)` of it, or leave it out.",
     ),
     "exception": (lambda x: torch.ones(2) @ torch.ones(3), "RuntimeError: "),
     "python exception": (lambda x: {}["missing"], "KeyError: 'missing'"),

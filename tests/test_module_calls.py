@@ -570,8 +570,8 @@ def test_errors_of_the_forward_arrive():
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (lambda y: 1.0, "`Net` returned 1.0 of type float, but JAX can only"),
-        (lambda y: (y, "text"), r"`Net` returned 'text' of type str at output\[1\]"),
+        (lambda y: {1.0}, "`Net` returned {1.0} of type set, but JAX can only"),
+        (lambda y: (y, object), r"`Net` returned .* of type type at output\[1\]"),
         (lambda y: y.to_sparse(), "returned a tensor of layout torch.sparse_coo"),
     ],
 )

@@ -220,7 +220,7 @@ def test_out_specs_that_do_not_fit_the_result(buffers):
         model = eqx.filter_shard(model, P())
         message = (
             f"`out_specs={out_specs}` of `{'Net' if buffers else 'Linear'}` is not a prefix of its "
-            "outputs {'x': *, 'y': *}. Pass one PartitionSpec"
+            "outputs {'y': *, 'x': *}. Pass one PartitionSpec"
         )
         with pytest.raises(ShardingError, match=re.escape(message)):
             model(jax.device_put(X, P("batch")), state=state, key=KEY)
@@ -232,7 +232,7 @@ def test_declared_structure_that_is_not_returned(declared):
     shapes = spec if declared == "x" else [spec, spec]
     model, state = with_state(output_shapes=shapes)
     shown = r"\*" if declared == "x" else r"\[\*, \*\]"
-    message = rf"declared by output_shapes: {shown}\n  returned: {{'x': \*, 'y': \*}}\n"
+    message = rf"declared by output_shapes: {shown}\n  returned: {{'y': \*, 'x': \*}}\n"
     with pytest.raises(Exception, match=message) as info:
         jax.block_until_ready(model(X, state=state, key=KEY))
     assert OutputError.__name__ in str(info.value)

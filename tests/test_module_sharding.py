@@ -14,7 +14,15 @@ import pytest
 import torch
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from eqx_torch import filter_shard_map, from_torch, ShardingError, stack_modules, t2j, torch2jax
+from eqx_torch import (
+    filter_shard_map,
+    from_torch,
+    InputError,
+    ShardingError,
+    stack_modules,
+    t2j,
+    torch2jax,
+)
 
 from .helpers import assert_trees_equal
 
@@ -142,8 +150,15 @@ def parallel_squares(model: Any, x: Any, target: Any) -> Any:
 def test_tensor_parallel_inside_shard_map(data, devices, kind, inferred):
     if inferred and kind == AxisType.Auto:
         pytest.skip("types do not tell how arrays are sharded over Auto axes")
-    model = parallel()
-    expected = train(model, parallel_squares, *data)
+    whole = parallel()
+    expected = train(whole, parallel_squares, *data)
+    # Each device calls a torch module of the shape of its part of the weights.
+    part = Parallel(
+        from_torch(torch.nn.Linear(4, 8 // devices)),
+        from_torch(torch.nn.Linear(8 // devices, 8, bias=False)),
+    )
+    params = lambda m: (m.column.params, m.row.params)  # noqa: E731
+    model = eqx.tree_at(params, part, params(whole))
     mesh = make_mesh(devices, "model", kind)
     specs = Parallel(P("model"), P(None, "model"))
     in_specs = None if inferred else (specs, P(), P())
@@ -161,25 +176,6 @@ def test_tensor_parallel_inside_shard_map(data, devices, kind, inferred):
     assert_trained_alike(sharded, losses, expected)
     assert found == {"all-reduce": 1}
     assert sharded.column.params["weight"].sharding.spec[0] == "model"
-
-
-@DEVICES
-def test_column_parallel_by_out_specs(data, devices):
-    model = parallel()
-    expected = train(model, parallel_squares, *data)
-    mesh = make_mesh(devices, "model")
-    with jax.set_mesh(mesh):
-        column = from_torch(model.column, out_specs=P(None, "model"))
-        sharded = Parallel(put(column, mesh, P("model")), put(model.row, mesh, P()))
-
-        def loss(model: Any, x: Any, target: Any) -> Any:
-            hidden = jax.sharding.reshard(jnp.tanh(model.column(x)), P())
-            return squares(model.row(hidden), target)
-
-        sharded, losses, found = train(sharded, loss, *put(data, mesh, P()))
-    assert_trained_alike(sharded, losses, expected)
-    assert found == {"all-gather": 1}
-    assert jax.typeof(sharded.column.params["weight"]).sharding.spec == P("model", None)
 
 
 def over_batch(array: jax.Array) -> P:
@@ -277,6 +273,122 @@ def test_shard_map_with_state_and_key(data, kind, inferred, decorated):
     assert_trees_equal(jax.tree.leaves(new), jax.tree.leaves(means))
 
 
+GATHERED = "jax.tree.map(lambda a: jax.sharding.reshard(a, P()) if eqx.is_array(a) else a, model)"
+
+
+class Scaled(torch.nn.Module):
+    """Each shard of `scale` is broadcast where the whole is meant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.arange(4.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+LEFT_SHARDED = {
+    "embedding": (lambda: torch.nn.Embedding(8, 2), "weight", P("x"), jnp.arange(8) % 3),
+    "scale": (Scaled, "scale", P("x"), jnp.ones((8, 4))),
+    "bias": (lambda: torch.nn.Linear(4, 8), "bias", P("x"), jnp.ones((8, 4))),
+    "columns": (lambda: torch.nn.Linear(4, 8), "weight", P(None, "x"), jnp.ones((8, 4))),
+    "another axis": (lambda: torch.nn.Linear(4, 8), "weight", P("y"), jnp.ones((8, 4))),
+    "both axes": (lambda: torch.nn.Linear(4, 8), "weight", P(("x", "y")), jnp.ones((8, 4))),
+}
+CALLS = {
+    "eager": lambda model, x: model(x),
+    "jit": eqx.filter_jit(lambda model, x: model(x)),
+    "grad": eqx.filter_grad(lambda model, x: model(x).sum()),
+    "jit of grad": eqx.filter_jit(eqx.filter_grad(lambda model, x: model(x).sum())),
+    "vmap": lambda model, x: jax.vmap(model)(x),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("out_specs", [None, P("x")], ids=["without", "out_specs"])
+@pytest.mark.parametrize(("make", "name", "spec", "x"), LEFT_SHARDED.values(), ids=LEFT_SHARDED)
+def test_parameters_left_sharded(make, name, spec, x, out_specs, call):
+    module = make()
+    model = from_torch(module, out_specs=out_specs)
+    expected = module(torch.from_numpy(np.array(x))).detach()
+    with jax.set_mesh(jax.make_mesh((4, 2), ("x", "y"))):
+        put_at = lambda m: m.params[name]  # noqa: E731
+        sharded = eqx.tree_at(put_at, model, jax.device_put(put_at(model), spec))
+        axis = "y" if "y" in str(spec) else "x"
+        message = f"its parameter {name} sharded over .*'{axis}'.*" + re.escape(GATHERED)
+        with pytest.raises(ShardingError, match=message):
+            call(sharded, jax.device_put(x, P("x")) if out_specs else x)
+
+        @eqx.filter_jit
+        def gathered(model, x):
+            gather = lambda a: jax.sharding.reshard(a, P()) if eqx.is_array(a) else a  # noqa: E731
+            return jax.tree.map(gather, model)(x)
+
+        y = gathered(sharded, jax.device_put(x, P("x")) if out_specs else x)
+    assert_trees_equal(y, expected)
+
+
+@KINDS
+def test_shards_of_parameters_inside_shard_map(kind):
+    model = from_torch(Scaled())
+    with jax.set_mesh(make_mesh(4, "x", kind)):
+        call = filter_shard_map(
+            lambda model, x: model(x), in_specs=(P("x"), P("x")), out_specs=P("x")
+        )
+        message = r"parameter scale of `Scaled` has shape \[1\].* has \[4\]: inside `jax.shard_map`"
+        scale = jax.device_put(model.params["scale"], P("x"))
+        sharded = eqx.tree_at(lambda m: m.params["scale"], model, scale)
+        x = jax.device_put(jnp.ones((8, 4)), P("x"))
+        with pytest.raises(InputError, match=message):
+            call(sharded, x)
+
+        def gathering(model, x):
+            whole = jax.lax.all_gather(model.params["scale"], "x", tiled=True)
+            return eqx.tree_at(lambda m: m.params["scale"], model, whole)(x)
+
+        call = filter_shard_map(gathering, in_specs=(P("x"), P("x")), out_specs=P("x"))
+        y = call(sharded, x)
+    assert_trees_equal(y, jnp.tile(jnp.arange(4.0), (8, 1)))
+
+
+def test_a_stack_of_modules_may_be_sharded():
+    modules = [Scaled() for _ in range(4)]
+    ensemble = stack_modules([from_torch(m) for m in modules])
+    with jax.set_mesh(make_mesh(4, "x")):
+        sharded = put(ensemble, jax.sharding.get_mesh(), P("x"))
+        call = eqx.filter_vmap(lambda m, x: m(x), in_axes=(eqx.if_array(0), None))
+        assert_trees_equal(call(sharded, jnp.ones(4)), jnp.tile(jnp.arange(4.0), (4, 1)))
+
+
+UNSETTLED = pytest.mark.parametrize("kind", ["reduced", "unreduced"])
+
+
+@UNSETTLED
+@pytest.mark.parametrize("call", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_reduced_and_unreduced_arrays(kind, call):
+    f = torch2jax(lambda x: x * x)
+    with jax.set_mesh(make_mesh(4, "x")):
+        spec = P(None, **{kind: {"x"}})
+        x = jax.sharding.reshard(jnp.arange(4.0), spec)
+        with pytest.raises(ShardingError, match=r"unreduced over .*'x'.*reshard\(x, P\(\)\)"):
+            call(f)(x)
+        with pytest.raises(ShardingError, match="unreduced over .*'x'.*Inside `jax.shard_map`"):
+            call(jax.shard_map(f, in_specs=spec, out_specs=P("x")))(x)
+        settled = call(lambda x: f(jax.sharding.reshard(x, P())))(x)
+        with pytest.raises(ShardingError, match="neither reduced nor unreduced"):
+            torch2jax(torch.sin, out_specs=spec)(jax.device_put(jnp.arange(4.0), P("x")))
+        assert_trees_equal(settled, jnp.arange(4.0) ** 2)
+
+
+@UNSETTLED
+def test_reduced_and_unreduced_parameters(kind):
+    with jax.set_mesh(make_mesh(4, "x")):
+        scale = jax.sharding.reshard(jnp.arange(4.0), P(None, **{kind: {"x"}}))
+        model = eqx.tree_at(lambda m: m.params["scale"], from_torch(Scaled()), scale)
+        with pytest.raises(ShardingError, match="its parameter scale of type .*unreduced over"):
+            model(jnp.ones(4))
+
+
 def _copy(state: Any) -> Any:
     return jax.tree.map(lambda x: x, state)
 
@@ -314,7 +426,7 @@ def test_a_state_on_another_device_or_mesh_or_sharded(data):
     with pytest.raises(ShardingError, match="lies on the mesh .'data': 2 Explicit.*Replicate"):
         call(put(_copy(state), make_mesh(2, "data"), P()))
     split = put(_copy(state), mesh, lambda b: over_batch(b) if b.ndim else P())
-    with pytest.raises(ShardingError, match="running_mean lies sharded there, by P.*Replicate"):
+    with pytest.raises(ShardingError, match="running_mean sharded over .*'batch'.*device_put"):
         call(split)
 
 

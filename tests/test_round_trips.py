@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from eqx_torch import (
     from_torch,
+    InputError,
     load_state_dict,
     ModuleError,
     stack_modules,
@@ -385,3 +386,24 @@ def test_a_torch_module_in_place_of_a_model(function):
     )
     with pytest.raises(ModuleError, match=message):
         function(*args)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (2, 1), (3,), (), (4, 2, 3)], ids=str)
+def test_nothing_is_broadcast_on_the_way_back(shape):
+    model = eqx.tree_at(
+        lambda m: m.params["weight"], from_torch(torch.nn.Linear(3, 2)), jnp.ones(shape)
+    )
+    message = r"parameter weight of `Linear` has shape .* but the torch module has \[2, 3\]"
+    for back in (to_torch, state_dict, lambda m: load_state_dict(m, {})):
+        with pytest.raises(ModuleError, match=message):
+            back(model)
+
+
+def test_no_buffer_is_broadcast_on_the_way_back():
+    model, state = eqx.nn.make_with_state(from_torch)(torch.nn.BatchNorm1d(3))
+    small = jax.tree.map(lambda a: a[:1] if a.ndim else a, state)
+    message = "buffer running_mean of `BatchNorm1d` has shape .1., but the torch module has .3."
+    with pytest.raises(ModuleError, match=message):
+        to_torch(model, small)
+    with pytest.raises(InputError, match=message):
+        model(jnp.ones((4, 3)), state=small)

@@ -100,7 +100,7 @@ def test_outputs_and_gradients(name):
     with _expected_warnings(name):
         model = _converted(architecture, module, inputs)
         (_, outputs), gradients = step(model, _arrays(inputs))
-    assert type(outputs) is type(expected)
+    assert isinstance(outputs, type(expected))
     assert list(outputs.keys()) == list(expected.keys())
     leaves = [x.detach() for x in flatten(expected)[0]]
     assert_trees_equal(flatten(outputs)[0], leaves, rtol=1e-4, atol=1e-5)

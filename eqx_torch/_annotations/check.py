@@ -76,7 +76,7 @@ def _array(spec: Array, value: Any, path: str, bindings: Bindings) -> None:
         matched = False  # an expression that cannot be evaluated; the message names it
     if not matched:
         raise array_mismatch(spec, value, path, bindings)
-    bindings.seen.append(Seen(spec.family, name, len(value.shape)))
+    bindings.seen.append(Seen(spec.family, name, len(value.shape), value))
 
 
 def _record(spec: Record, value: Any, path: str, bindings: Bindings) -> None:

@@ -23,6 +23,10 @@ import torch
 from .._dtypes import x64_enabled
 
 
+# The dtypes that JAX has only with x64 on.
+WIDE = frozenset(["int64", "uint64", "float64", "complex128"])
+
+
 @dataclass(frozen=True)
 class Family:
     """The dtypes of one annotation. `names` is None if it admits any."""
@@ -73,6 +77,13 @@ class Seen:
     family: Family
     name: str
     rank: int
+    array: Any
+
+    @property
+    def wide(self) -> torch.dtype | None:
+        """The dtype of 64 bits that the annotation names for an array that has its 32 bits."""
+        single = self.family.single
+        return getattr(torch, single) if single in WIDE and single != self.name else None
 
 
 def family(label: str, found: Iterable[str | re.Pattern[str]] | None) -> Family:

@@ -4,6 +4,7 @@
 what no call can mend. `Signature.bind` and `Signature.output` are what is left for each trace.
 """
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from .._errors import InputError
 from .bindings import Bindings
 from .callables import Empty, Target, target
 from .check import check
-from .dtypes import dtype_name, numpy_dtype
+from .dtypes import dtype_name, numpy_dtype, WIDE
 from .inputs import inputs, is_dependent, validate
 from .mismatch import MismatchError, shape_error
 from .read import read
@@ -58,6 +59,12 @@ class Signature:
     @property
     def result_text(self) -> str:
         return "" if self._result is None else self._result.text
+
+    @functools.cached_property
+    def widens(self) -> bool:
+        """Whether an argument is annotated with one dtype of 64 bits."""
+        specs = [parameter.spec for parameter in self._parameters]
+        return any(a.family.single in WIDE for spec in specs for a, _ in arrays_in(spec))
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bindings:
         """Checks the annotated arguments of one call.

@@ -14,13 +14,13 @@ from .._arrays import t2j
 from .._compat import called_by_make_with_state
 from .._dtypes import canonical_dtype, dtype_t2j, is_inexact
 from .._errors import InputError, ModuleError
-from .._examples import Examples
+from .._examples import Examples, widened
 from .._function import check_keywords, check_options, lock_of
 from .._probe import probe
 from .._program import Compiled, Lock, Residuals, VmapMethod
 from .._shapes import OutputShapes
 from .blueprint import Blueprint, Names
-from .core import Core, Options
+from .core import Core, Options, signature_of
 from .function import ModuleFunction
 from .layers import changing_buffers, check_convertible, check_shards
 from .module import TorchModule
@@ -94,6 +94,8 @@ def from_torch(
         check_shards(module)
     _check_method(module, method)
     name = type(module).__name__
+    annotated = signature_of(module, options)
+    example_args, example_kw = widened(annotated, example_args, example_kw)
     examples = Examples.of(name, example_args, example_kw)
     names = _names(module, state, options, example_args, example_kw)
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -126,7 +128,8 @@ def _with_options(
     """The same parameters and state under another method or other options."""
     core = model.core
     _check_method(core.blueprint.module, options.method)
-    examples = Examples.of(core.name, example_args, example_kw)
+    annotated = signature_of(core.blueprint.module, options)
+    examples = Examples.of(core.name, *widened(annotated, example_args, example_kw))
     return dataclasses.replace(model, core=Core(core.blueprint, core.dtypes, options, examples))
 
 

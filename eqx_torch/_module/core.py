@@ -10,9 +10,9 @@ import jax
 import torch
 from jax.sharding import PartitionSpec
 
-from .._annotations import read_signature_for
+from .._annotations import read_signature_for, Signature
 from .._dtypes import canonical_dtype, dtype_t2j
-from .._examples import Examples
+from .._examples import Annotated, Examples
 from .._invoke import Arguments, Restored
 from .._program import Compiled, Lock, Residuals, Site, Spec, VmapMethod
 from .._shapes import Declaration, Inference, OutputShapes
@@ -84,7 +84,18 @@ class Core:
             residuals=options.residuals,
             compiled=self._compiled,
         )
-        self.infer = Inference(self.function, _ModuleDeclaration(blueprint, options, examples))
+        signature = signature_of(blueprint.module, options)
+        self._annotations = Annotated(signature)
+        declaration = _ModuleDeclaration(blueprint, options, signature, examples)
+        self.infer = Inference(self.function, declaration)
+
+    @functools.cached_property
+    def shapes(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+        """The shapes of the parameters and of the state, by name."""
+        names = self.blueprint.names
+        parameters = zip(names.parameters, self.blueprint.parameters, strict=True)
+        state = zip(names.state, self.blueprint.state, strict=True)
+        return {n: tuple(p.shape) for n, p in parameters}, {n: tuple(b.shape) for n, b in state}
 
     @functools.cached_property
     def arguments(self) -> frozenset[str]:
@@ -99,7 +110,7 @@ class Core:
         """
         count = len(self.blueprint.parameters)
         state = tuple(_restored_state(dtype) for dtype in self.dtypes[count:])
-        arguments = self.examples and self.examples.restored(user)
+        arguments = (self.examples or self._annotations).restored(user)
         return (None,) * count + state + (arguments or (None,) * len(user.specs()))
 
     def draws(self, site: Site, inference: bool) -> Sequence[str] | None:
@@ -150,11 +161,13 @@ class Core:
 class _ModuleDeclaration(Declaration):
     """What is declared of a method, for the function with parameters and state in front."""
 
-    def __init__(self, blueprint: Blueprint, options: Options, examples: Examples | None) -> None:
-        method = getattr(blueprint.module, options.method)
-        signature = read_signature_for(
-            method, options.signature, result=options.output_shapes is None
-        )
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        options: Options,
+        signature: Signature | None,
+        examples: Examples | None,
+    ) -> None:
         super().__init__(options.output_shapes, signature, examples and examples.specs)
         self._own = len(blueprint.parameters) + len(blueprint.state)
 
@@ -167,6 +180,12 @@ class _ModuleDeclaration(Declaration):
             return None
         shapes, source = declared
         return (shapes, *state), source
+
+
+def signature_of(module: torch.nn.Module, options: Options) -> Signature | None:
+    """The annotations of the method that is converted."""
+    method = getattr(module, options.method)
+    return read_signature_for(method, options.signature, result=options.output_shapes is None)
 
 
 def argument_names(module: torch.nn.Module, method: str) -> frozenset[str]:

@@ -26,7 +26,7 @@ from .._program import (
     TorchFunction,
     VmapMethod,
 )
-from .._trees import flatten, Structure
+from .._trees import flatten, flatten_result, Structure
 from .._watch import Draws, untouched, Watch
 from .blueprint import Blueprint, Skeleton
 from .rng import SEEDING
@@ -159,7 +159,7 @@ class ModuleFunction(TorchFunction):
         return f"buffer {self.blueprint.names.state[int(index) - 1]}"
 
     def of_result(self, structure: Structure) -> Structure:
-        return flatten(structure.in_jax(range(structure.num_leaves))[0])[1]
+        return flatten_result(structure.unflatten(range(structure.num_leaves))[0])[1]
 
     @contextlib.contextmanager
     def trial(self, watch: Watch) -> Iterator[Callable[[Sequence[Any], Mapping[str, Any]], Any]]:

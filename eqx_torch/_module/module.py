@@ -1,26 +1,25 @@
 """`TorchModule`: a torch module as an Equinox module."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.core
 import numpy as np
+from jax.sharding import AxisType
 
+from .._compat import axes_of_type
 from .._errors import InputError, ModuleError
 from .._invoke import Arguments, invoke
 from .._probe import Outputs
-from .._sharding import check_replicated
+from .._sharding import check_on_mesh, check_whole, ON_THE_MESH
 from .attributes import missing_attribute
 from .core import Core
 from .function import first, missing_key
 from .keywords import Keywords
 from .mode import ModeField
 from .shards import ModuleShards, seed_of
-
-
-_ON_THE_MESH = "state = jax.device_put(state, jax.NamedSharding(mesh, P()))"
 
 
 class TorchModule(eqx.nn.StatefulLayer):
@@ -159,15 +158,15 @@ def _run(
 ) -> Any:
     core = module.core
     inference = bool(module.inference)
-    _check_parameters(module)
     names = core.blueprint.names
+    check_arrays(core, module.params, buffers)
     tensors = (
         tuple(module.params[name] for name in names.parameters),
         tuple(buffers[name] for name in names.state),
     )
     arguments = Arguments(core.function, (*tensors, False, inference, *args), kwargs)
     others = [x for x in arguments.arrays() if not any(x is b for b in buffers.values())]
-    check_replicated(core.name, "buffer", buffers, others, _ON_THE_MESH)
+    check_on_mesh(core.name, "buffer", buffers, others)
     specs = arguments.specs()
     restored = core.restored(Arguments(core.function, args, kwargs))
     site = arguments.site(restored)
@@ -232,21 +231,57 @@ def _without_derivatives(core: Core, buffers: dict[str, jax.Array]) -> dict[str,
     return buffers | {n: jax.lax.stop_gradient(buffers[n]) for n in traced}
 
 
-def _check_parameters(module: TorchModule) -> None:
-    blueprint = module.core.blueprint
-    for name, expected in zip(blueprint.names.parameters, blueprint.parameters, strict=True):
-        array = module.params[name]
-        if array is None:
-            raise InputError(
-                f"the parameter {name} of `{module.core.name}` is None: this is part of a model. "
-                "Put it together before calling it, `eqx.combine(params, rest)`."
-            )
-        if np.ndim(array) != expected.ndim:
-            raise InputError(
-                f"the parameter {name} of `{module.core.name}` has shape {list(np.shape(array))}, "
-                f"but the torch module has {list(expected.shape)}. If this is a stack of modules, "
-                "call it under `eqx.filter_vmap`."
-            )
+def check_arrays(core: Core, params: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
+    """Raises unless the arrays of a model are what its torch module has, whole on every device."""
+    for what, arrays, shapes in (
+        ("parameter", params, core.shapes[0]),
+        ("buffer", buffers, core.shapes[1]),
+    ):
+        if not arrays:
+            continue
+        for name, shape in shapes.items():
+            if arrays[name] is None:
+                raise InputError(
+                    f"the {what} {name} of `{core.name}` is None: this is part of a model. "
+                    "Put it together before calling it, `eqx.combine(params, rest)`."
+                )
+            aval = jax.typeof(arrays[name])
+            if aval.shape != shape:
+                raise InputError(misshapen(core, f"{what} {name}", arrays[name], shape))
+            if not aval.sharding.mesh.empty:
+                check_whole(core.name, f"{what} {name}", aval, _GATHERED[what])
+
+
+_GATHERED = {
+    "parameter": "`jax.sharding.reshard(parameter, P())`, or all of the model: `model = "
+    "jax.tree.map(lambda a: jax.sharding.reshard(a, P()) if eqx.is_array(a) else a, model)`",
+    "buffer": ON_THE_MESH,
+}
+
+
+def misshapen(core: Core, what: str, array: Any, shape: tuple[int, ...]) -> str:
+    """The message for an array of another shape than the torch module has."""
+    has = (
+        f"the {what} of `{core.name}` has shape {list(np.shape(array))}, but the torch module has "
+    )
+    own = np.shape(array)
+    if own[-len(shape) or len(own) :] == shape:
+        return (
+            f"{has}{list(shape)}. If this is a stack of modules, call it under `eqx.filter_vmap`, "
+            "or take one of them: `jax.tree.map(lambda a: a[i] if eqx.is_array(a) else a, model)`."
+        )
+    axes = axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Manual)
+    if axes and len(own) == len(shape):
+        return (
+            f"{has}{list(shape)}: inside `jax.shard_map` over {sorted(axes)} it is a shard. Give "
+            "the `jax.shard_map` the whole model, by `in_specs=P()` for it, or gather it inside, "
+            f'`jax.lax.all_gather(x, "{min(axes)}", axis=i, tiled=True)`. Where torch is to '
+            "compute with a part, convert a torch module of the shard's shape."
+        )
+    return (
+        f"{has}{list(shape)}. Put an array of that shape in its place, or convert a torch module "
+        "that has the other shape."
+    )
 
 
 def _missing_state(core: Core, changing: list[str]) -> str:

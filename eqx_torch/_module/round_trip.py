@@ -15,7 +15,7 @@ from .blueprint import Blueprint, Names
 from .convert import owned
 from .core import Core
 from .function import first
-from .module import TorchModule
+from .module import misshapen, TorchModule
 from .slots import copied
 
 
@@ -129,6 +129,7 @@ def _torch_module(model: TorchModule, state: eqx.nn.State | None) -> torch.nn.Mo
     count = len(names.parameters)
     buffers = _buffers(model, state)
     arrays = [model.params[n] for n in names.parameters] + [buffers[n] for n in names.state]
+    _check_shapes(core, model.params | buffers)
     placeholders = [*blueprint.parameters, *blueprint.state]
     constants = blueprint.constants
     memo: dict[int, Any] = {id(constants[i]): t.clone() for i, t in blueprint.precise.items()}
@@ -153,15 +154,14 @@ def _check_model(function: str, model: Any) -> None:
             f"`{function}` takes a model made by `from_torch`, but got a "
             f"{type(model).__name__}{already}.{remedy}"
         )
-    names, placeholders = model.core.blueprint.names.parameters, model.core.blueprint.parameters
-    for name, expected in zip(names, placeholders, strict=True):
-        if np.ndim(model.params[name]) != expected.ndim:
-            raise ModuleError(
-                f"the parameter {name} of `{model.core.name}` has shape "
-                f"{list(model.params[name].shape)}, but the torch module has "
-                f"{list(expected.shape)}. If this is a stack of modules, pass one of them: "
-                "`jax.tree.map(lambda a: a[i] if eqx.is_array(a) else a, model)`."
-            )
+
+
+def _check_shapes(core: Core, arrays: Mapping[str, Any]) -> None:
+    """torch would broadcast what has another shape."""
+    for what, shapes in zip(("parameter", "buffer"), core.shapes, strict=True):
+        for name, shape in shapes.items():
+            if np.shape(arrays[name]) != shape:
+                raise ModuleError(misshapen(core, f"{what} {name}", arrays[name], shape))
 
 
 def _core_for(model: TorchModule, module: torch.nn.Module, names: Names) -> Core:

@@ -1,3 +1,4 @@
+from .._statics import Static as Static
 from .base import (
     Indices as Indices,
     Kind as Kind,
@@ -25,10 +26,10 @@ from .function import (
 from .leaf import (
     input_label as input_label,
     Leaf as Leaf,
-    not_a_tensor as not_a_tensor,
     write_error as write_error,
 )
 from .library_hints import library_hint as library_hint
 from .record import Record as Record
-from .site import argument_name as argument_name, Site as Site, Static as Static
+from .results import opened as opened
+from .site import argument_name as argument_name, Site as Site
 from .tape import Kept as Kept, TAPES as TAPES

@@ -17,13 +17,14 @@ import torch
 from .._compat import cached_weakly
 from .._dtypes import dtype_j2t
 from .._errors import EqxTorchError, InputError, OutputError, ShapeError
-from .._trees import flatten, leaf_paths, Structure
+from .._trees import flatten, flatten_result, leaf_paths, Structure
 from .base import Indices, Program, Spec, Tensors
 from .bits import same_bits
 from .declared import as_declared
 from .dtype_hints import dtype_hint
 from .function import Effects, TorchFunction
 from .library_hints import library_hint
+from .results import not_taken, other_constant, widest
 from .site import Site
 
 
@@ -181,19 +182,19 @@ class Leaf(Program):
         if self._single and isinstance(result, torch.Tensor):
             return [self._checked_leaf(0, result)]
         results = self.structure.leaves_of(result)
-        if results is not None:
-            return [self._checked_leaf(i, r) for i, r in enumerate(results)]
-        results, structure = flatten(result)
-        if structure != self.structure:
-            results, plain = flatten(as_declared(result, self.structure))
-            if plain != self.structure:
-                raise self._structure_error(results, structure)
+        if results is None:
+            results = self.structure.leaves_of(as_declared(result, self.structure))
+        if results is None:
+            raise self._structure_error(result)
         return [self._checked_leaf(i, r) for i, r in enumerate(results)]
 
     def _checked_leaf(self, i: int, result: Any) -> torch.Tensor:
         shape, dtype, accepted = self._expected[i]
+        wide = None if isinstance(result, torch.Tensor) else widest(result)
+        if wide is not None:
+            result = torch.tensor(result, dtype=dtype if wide in accepted else wide)
         if not isinstance(result, torch.Tensor) or result.layout is not torch.strided:
-            raise OutputError(not_a_tensor(self.function, leaf_paths(self.structure)[i], result))
+            raise OutputError(not_taken(self.function, leaf_paths(self.structure)[i], result))
         if result.shape != shape:
             raise self._spec_error(i, result)
         if result.dtype is dtype:
@@ -227,10 +228,14 @@ class Leaf(Program):
             for dtype in [dtype_j2t(s.dtype)]
         ]
 
-    def _structure_error(self, results: list[Any], structure: Structure) -> Exception:
-        for path, result in zip(leaf_paths(structure), results, strict=True):
-            if not isinstance(result, torch.Tensor):
-                return OutputError(not_a_tensor(self.function, path, result))
+    def _structure_error(self, result: Any) -> Exception:
+        leaves, structure = flatten_result(result)
+        for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
+            if not isinstance(leaf, torch.Tensor) and widest(leaf) is None:
+                return OutputError(not_taken(self.function, path, leaf))
+        constant = other_constant(self.function, self.structure, structure)
+        if constant is not None:
+            return OutputError(constant)
         declared, returned = map(self.function.of_result, (self.structure, structure))
         return OutputError(
             f"`{self.name}` returned another structure than was declared.\n"
@@ -273,22 +278,6 @@ def input_label(leaf: Leaf, i: int) -> str:
     """How messages call an input of a program made from `leaf`; its own inputs come first."""
     paths = leaf.site.paths
     return leaf.function.label(paths[i]) if i < len(paths) else "gradient"
-
-
-def not_a_tensor(function: TorchFunction, path: str, result: Any) -> str:
-    """The message for an output that JAX cannot take."""
-    name, place = function.name, function.output_label(path)
-    where = f" at {place}" if place else ""
-    if isinstance(result, torch.Tensor):
-        return (
-            f"`{name}` returned a tensor of layout {result.layout}{where}, but JAX arrays are "
-            "dense. Return `.to_dense()` of it."
-        )
-    return (
-        f"`{name}` returned {result!r} of type {type(result).__name__}{where}, but JAX can only "
-        "take torch tensors (in any nesting of tuples, lists, dicts, dataclasses and None). "
-        "Return `torch.as_tensor(...)` of it, or leave it out."
-    )
 
 
 def _standing_for(dtype: torch.dtype, x64: bool) -> frozenset[torch.dtype]:

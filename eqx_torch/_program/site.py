@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from .._ambient import Ambient
-from .._containers import fresh
-from .._trees import flatten, leaf_paths, Static, Structure
+from .._statics import Static
+from .._trees import flatten, leaf_paths, Structure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Site:
         if self.is_positional:
             return arrays, {}
         rest = iter(arrays)
-        leaves = [next(rest) if s is None else fresh(s.value) for s in self.statics]
+        leaves = [next(rest) if s is None else s.for_call() for s in self.statics]
         return self.structure.unflatten(leaves)
 
     def rest(self, count: int) -> "Site":

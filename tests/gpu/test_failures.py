@@ -22,7 +22,7 @@ FAILURES = {
     "raises": (_raises, "the function's own message"),
     "shape": (lambda x: x[:3].sin(), "another shape"),
     "dtype": (lambda x: x.half(), "another dtype"),
-    "not a tensor": (lambda x: "text", "JAX can only take torch tensors"),
+    "not a tensor": (lambda x: "text", "where a tensor was declared"),
     "torch's own": (lambda x: x @ x[:3], "size|shape"),
 }
 every_failure = pytest.mark.parametrize(("f", "message"), FAILURES.values(), ids=FAILURES)
