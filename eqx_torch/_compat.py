@@ -13,6 +13,7 @@ import jax
 import jax.core
 import numpy as np
 import torch
+import torch.random
 from jax._src.core import (
     # Which mesh axes `jax.vmap` maps: inside of it they are in no type.
     get_axis_env as _axis_environment,
@@ -29,6 +30,14 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir, partial_eval
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from torch._C import (
+    # Public names make operators, but do not keep them from the kernels of one key.
+    _dispatch_key_parse,
+    _dispatch_tls_set_dispatch_key_included,
+    _ExcludeDispatchKeyGuard,
+    DispatchKeySet,
+    # Which transformations of operators into programs are active in the thread.
+    _get_dispatch_mode,
+    _TorchDispatchModeKey,
     # Whether torch has a batching rule for an operator, which public names do not say.
     _dispatch_has_kernel_for_dispatch_key as _has_kernel,
     # `torch.from_dlpack` takes a capsule too, but is a Python function: 0.5 us more for each array.
@@ -89,6 +98,14 @@ CPU_ATTENTION = (
 )
 
 _LIBRARY = torch.library.Library("aten", "IMPL")  # its registrations end with it
+
+# Left to a library that fills in modules later (torchdistX), which nobody maintains. It has its rank
+# to thank for: keys above it belong to `torch.func` and to modes, and turn themselves on and off.
+# Those of autocast are no choice, since torch asks whether any is on, and then compiles otherwise.
+_INTERPOSED = _dispatch_key_parse("DeferredInit")
+_ONLY_INTERPOSED = DispatchKeySet(_INTERPOSED)
+_FALLBACK = torch.library.Library("_", "IMPL")
+_FALLBACK.fallback(torch.library.fallthrough_kernel, "DeferredInit")
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -192,6 +209,45 @@ def register_batching_rule(operator: torch._ops.OpOverload, rule: Callable[..., 
         return custom_function_call_vmap_helper(interpreter, batch, call, *args, *rest)
 
     _LIBRARY.impl(operator, kernel, "FuncTorchBatched")
+
+
+def set_interposed(on: bool) -> None:
+    """Whether operators of the calling thread are run by the kernels of `interpose`."""
+    _dispatch_tls_set_dispatch_key_included(_INTERPOSED, on)
+
+
+def interpose(operator: torch._ops.OpOverload, kernel: Callable[..., Any]) -> None:
+    """Registers what is run in the place of an operator of torch's, and may call that."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _ExcludeDispatchKeyGuard(_ONLY_INTERPOSED):
+            return kernel(*args, **kwargs)
+
+    _LIBRARY.impl(operator, call, "DeferredInit")
+
+
+def without_values() -> bool:
+    """Whether operators run for their shapes, or for a program to be made of them."""
+    keys = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY)
+    return any(_get_dispatch_mode(key) is not None for key in keys)
+
+
+class _RoutedGenerator:
+    """torch's default generator, or another in the threads that have one."""
+
+    def __init__(self, choose: Callable[[], torch.Generator | None]) -> None:
+        self._choose = choose
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._choose() or torch.default_generator, name)
+
+
+def route_default_generator(choose: Callable[[], torch.Generator | None]) -> None:
+    """Makes `torch.manual_seed`, `get_rng_state` and their kin ask which generator is meant.
+
+    That is the only name by which they know it. Operators do not ask for it.
+    """
+    torch.random.default_generator = _RoutedGenerator(choose)  # type: ignore[assignment]
 
 
 def register_dce(

@@ -22,6 +22,12 @@ from .function import (
     TorchFunction as TorchFunction,
     VmapMethod as VmapMethod,
 )
+from .generators import (
+    draw_from as draw_from,
+    drawing_from as drawing_from,
+    own_generator as own_generator,
+)
+from .interposed import interposed as interposed, interposing as interposing
 from .leaf import (
     input_label as input_label,
     Leaf as Leaf,
