@@ -51,6 +51,10 @@ from torch._C import (
     _set_fwd_grad_enabled as set_forward_grad_enabled,
     _set_grad_enabled as set_grad_enabled,
 )
+from torch._C._functorch import (
+    # Batching rules are missing for some operators that take a generator, which matters but then.
+    peek_interpreter_stack as _peek_interpreter_stack,
+)
 from torch._functorch.autograd_function import (
     # What `torch.library.register_vmap` uses, which refuses operators with keyword-only tensors.
     custom_function_call_vmap_helper,
@@ -189,7 +193,7 @@ def register_batching_rule(operator: torch._ops.OpOverload, rule: Callable[..., 
     each argument (None in those that are the same for all members), and the arguments by name. It
     returns a tuple of results with the batch as first axis.
     """
-    if _has_kernel(operator.name(), "FuncTorchBatched"):
+    if has_kernel(operator, "FuncTorchBatched"):
         return
     parameters = operator._schema.arguments
     names = [p.name for p in parameters]
@@ -224,6 +228,16 @@ def interpose(operator: torch._ops.OpOverload, kernel: Callable[..., Any]) -> No
             return kernel(*args, **kwargs)
 
     _LIBRARY.impl(operator, call, "DeferredInit")
+
+
+def has_kernel(operator: torch._ops.OpOverload, key: str) -> bool:
+    """Whether an operator has a kernel of its own for a key of torch's dispatcher."""
+    return _has_kernel(operator.name(), key)
+
+
+def outside_of_func() -> bool:
+    """Whether no transformation of `torch.func` is active."""
+    return _peek_interpreter_stack() is None
 
 
 def without_values() -> bool:
