@@ -6,7 +6,7 @@ release of JAX or torch can only break this file.
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
@@ -30,18 +30,16 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir, partial_eval
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from torch._C import (
+    # Whether torch has a batching rule for an operator, which public names do not say.
+    _dispatch_has_kernel_for_dispatch_key as _has_kernel,
     # Public names make operators, but do not keep them from the kernels of one key.
     _dispatch_key_parse,
     _dispatch_tls_set_dispatch_key_included,
     _ExcludeDispatchKeyGuard,
-    DispatchKeySet,
-    # Which transformations of operators into programs are active in the thread.
-    _get_dispatch_mode,
-    _TorchDispatchModeKey,
-    # Whether torch has a batching rule for an operator, which public names do not say.
-    _dispatch_has_kernel_for_dispatch_key as _has_kernel,
     # `torch.from_dlpack` takes a capsule too, but is a Python function: 0.5 us more for each array.
     _from_dlpack as from_dlpack,
+    # Which transformations of operators into programs are active in the thread.
+    _get_dispatch_mode,
     # Public is only the question for one kind of device, of which there are several.
     _is_any_autocast_enabled as any_autocast,
     # The number of active function modes (`torch.set_default_device` is one) is read on every
@@ -50,6 +48,8 @@ from torch._C import (
     # `torch.no_grad` and its kin all call the first; no public name switches forward mode off.
     _set_fwd_grad_enabled as set_forward_grad_enabled,
     _set_grad_enabled as set_grad_enabled,
+    _TorchDispatchModeKey,
+    DispatchKeySet,
 )
 from torch._C._functorch import (
     # Batching rules are missing for some operators that take a generator, which matters but then.
@@ -103,13 +103,15 @@ CPU_ATTENTION = (
 
 _LIBRARY = torch.library.Library("aten", "IMPL")  # its registrations end with it
 
-# Left to a library that fills in modules later (torchdistX), which nobody maintains. It has its rank
-# to thank for: keys above it belong to `torch.func` and to modes, and turn themselves on and off.
-# Those of autocast are no choice, since torch asks whether any is on, and then compiles otherwise.
+# Reserved for a library that is no longer maintained (torchdistX), and unused by torch. It ranks
+# above autograd and its thread keeps it: `PythonTLSSnapshot`, the next, is the modes' own, and were
+# a key of autocast on, torch would take autocast to be on and compile otherwise.
 _INTERPOSED = _dispatch_key_parse("DeferredInit")
 _ONLY_INTERPOSED = DispatchKeySet(_INTERPOSED)
 _FALLBACK = torch.library.Library("_", "IMPL")
 _FALLBACK.fallback(torch.library.fallthrough_kernel, "DeferredInit")
+
+Operator: TypeAlias = torch._ops.OpOverload
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -186,7 +188,7 @@ def batched(
         return [_remove_batch_dim(y, level, size, axis) for y, axis in outs]
 
 
-def register_batching_rule(operator: torch._ops.OpOverload, rule: Callable[..., Any]) -> None:
+def register_batching_rule(operator: Operator, rule: Callable[..., Any]) -> None:
     """Registers how `torch.func.vmap` calls an operator of torch's, if torch does not know.
 
     `rule` takes the operator as a function of positional arguments, the batch's size, its axis in
@@ -220,7 +222,7 @@ def set_interposed(on: bool) -> None:
     _dispatch_tls_set_dispatch_key_included(_INTERPOSED, on)
 
 
-def interpose(operator: torch._ops.OpOverload, kernel: Callable[..., Any]) -> None:
+def interpose(operator: Operator, kernel: Callable[..., Any]) -> None:
     """Registers what is run in the place of an operator of torch's, and may call that."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -230,7 +232,7 @@ def interpose(operator: torch._ops.OpOverload, kernel: Callable[..., Any]) -> No
     _LIBRARY.impl(operator, call, "DeferredInit")
 
 
-def has_kernel(operator: torch._ops.OpOverload, key: str) -> bool:
+def has_kernel(operator: Operator, key: str) -> bool:
     """Whether an operator has a kernel of its own for a key of torch's dispatcher."""
     return _has_kernel(operator.name(), key)
 

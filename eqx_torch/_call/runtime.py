@@ -10,7 +10,7 @@ from typing import Any
 
 from .._ambient import Ambient, in_neutral_thread
 from .._compat import from_dlpack
-from .._program import interposed, Lock, Program, write_error
+from .._program import Lock, Program, with_interposed, write_error
 from .._timeline import ACTIVE, Span
 from .debug import debugged, debugging
 from .ending import ENDING
@@ -88,7 +88,7 @@ def _on_buffers(program: Program) -> Callable[[Sequence[Any]], tuple[()]]:
     count = len(program.ins)
     evaluate = program.runner()
     if program.leaf.is_interposed:
-        evaluate = interposed(evaluate)
+        evaluate = with_interposed(evaluate)
     if debugging():
         evaluate = debugged(program, evaluate)
     function = program.leaf.function

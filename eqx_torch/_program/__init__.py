@@ -27,7 +27,7 @@ from .generators import (
     drawing_from as drawing_from,
     own_generator as own_generator,
 )
-from .interposed import interposed as interposed, interposing as interposing
+from .interposed import interposing as interposing, with_interposed as with_interposed
 from .leaf import (
     input_label as input_label,
     Leaf as Leaf,

@@ -19,15 +19,16 @@ import torch
 from .._compat import (
     has_kernel,
     interpose,
+    Operator,
     outside_of_func,
     route_default_generator,
     without_values,
 )
 
 
-# The operators by which all others draw on CPUs, and those that are made of them but have their own
-# kernel. The latter are here for modes of torch's dispatcher (compiled functions run in one, for the
-# first time), behind which nothing is interposed any more.
+# The operators by which all others draw on CPUs, and those that are made of them but have a kernel
+# of their own. The latter are here for modes of torch's dispatcher, behind which nothing is
+# interposed any more; compiled functions run in one for the first time.
 _DRAWING = (
     "_sample_dirichlet",
     "_standard_gamma",
@@ -97,9 +98,7 @@ def drawing_from(generator: torch.Generator) -> Iterator[None]:
         _OWN.generator = before
 
 
-def _drawing(
-    operator: torch._ops.OpOverload, taking: torch._ops.OpOverload
-) -> Callable[..., Any]:
+def _drawing(operator: Operator, taking: Operator) -> Callable[..., Any]:
     """An operator with the thread's generator, unless it is given one.
 
     `taking` is the same that takes a generator, for which `torch.func.vmap` may have no rule.
@@ -137,7 +136,7 @@ def _is_on_cpu(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return device is None or device.type == "cpu"
 
 
-def _parameters(operator: torch._ops.OpOverload) -> dict[str, str]:
+def _parameters(operator: Operator) -> dict[str, str]:
     """The type of each parameter, by name."""
     return {argument.name: str(argument.type) for argument in operator._schema.arguments}
 

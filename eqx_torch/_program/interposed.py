@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .._compat import interpose, set_interposed
+from .._compat import interpose, Operator, set_interposed
 from .base import Tensors
 
 
@@ -40,7 +40,7 @@ def is_narrow(dtype: torch.dtype) -> bool:
     return dtype in _NARROW
 
 
-def interposed(run: Callable[[Tensors, bool], Tensors]) -> Callable[[Tensors, bool], Tensors]:
+def with_interposed(run: Callable[[Tensors, bool], Tensors]) -> Callable[[Tensors, bool], Tensors]:
     """`run` of a program, with interposed operators."""
 
     def run_interposed(inputs: Tensors, functional: bool) -> Tensors:
@@ -63,7 +63,7 @@ def interposing() -> Iterator[None]:
         set_interposed(False)
 
 
-def _with_wide_index(operator: torch._ops.OpOverload) -> Callable[..., Any]:
+def _with_wide_index(operator: Operator) -> Callable[..., Any]:
     """The operator with its index in 64 bits."""
     position = [argument.name for argument in operator._schema.arguments].index("index")
 
