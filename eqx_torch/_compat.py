@@ -6,13 +6,14 @@ release of JAX or torch can only break this file.
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
 import jax.core
 import numpy as np
 import torch
+import torch.random
 from jax._src.core import (
     # Which mesh axes `jax.vmap` maps: inside of it they are in no type.
     get_axis_env as _axis_environment,
@@ -35,8 +36,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from torch._C import (
     # Whether torch has a batching rule for an operator, which public names do not say.
     _dispatch_has_kernel_for_dispatch_key as _has_kernel,
+    # Public names make operators, but do not keep them from the kernels of one key.
+    _dispatch_key_parse,
+    _dispatch_tls_set_dispatch_key_included,
+    _ExcludeDispatchKeyGuard,
     # `torch.from_dlpack` takes a capsule too, but is a Python function: 0.5 us more for each array.
     _from_dlpack as from_dlpack,
+    # Which transformations of operators into programs are active in the thread.
+    _get_dispatch_mode,
     # Public is only the question for one kind of device, of which there are several.
     _is_any_autocast_enabled as any_autocast,
     # The number of active function modes (`torch.set_default_device` is one) is read on every
@@ -45,6 +52,12 @@ from torch._C import (
     # `torch.no_grad` and its kin all call the first; no public name switches forward mode off.
     _set_fwd_grad_enabled as set_forward_grad_enabled,
     _set_grad_enabled as set_grad_enabled,
+    _TorchDispatchModeKey,
+    DispatchKeySet,
+)
+from torch._C._functorch import (
+    # Batching rules are missing for some operators that take a generator, which matters but then.
+    peek_interpreter_stack as _peek_interpreter_stack,
 )
 from torch._functorch.autograd_function import (
     # What `torch.library.register_vmap` uses, which refuses operators with keyword-only tensors.
@@ -93,6 +106,16 @@ CPU_ATTENTION = (
 )
 
 _LIBRARY = torch.library.Library("aten", "IMPL")  # its registrations end with it
+
+# Reserved for a library that is no longer maintained (torchdistX), and unused by torch. It ranks
+# above autograd and its thread keeps it: `PythonTLSSnapshot`, the next, is the modes' own, and were
+# a key of autocast on, torch would take autocast to be on and compile otherwise.
+_INTERPOSED = _dispatch_key_parse("DeferredInit")
+_ONLY_INTERPOSED = DispatchKeySet(_INTERPOSED)
+_FALLBACK = torch.library.Library("_", "IMPL")
+_FALLBACK.fallback(torch.library.fallthrough_kernel, "DeferredInit")
+
+Operator: TypeAlias = torch._ops.OpOverload
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -169,14 +192,14 @@ def batched(
         return [_remove_batch_dim(y, level, size, axis) for y, axis in outs]
 
 
-def register_batching_rule(operator: torch._ops.OpOverload, rule: Callable[..., Any]) -> None:
+def register_batching_rule(operator: Operator, rule: Callable[..., Any]) -> None:
     """Registers how `torch.func.vmap` calls an operator of torch's, if torch does not know.
 
     `rule` takes the operator as a function of positional arguments, the batch's size, its axis in
     each argument (None in those that are the same for all members), and the arguments by name. It
     returns a tuple of results with the batch as first axis.
     """
-    if _has_kernel(operator.name(), "FuncTorchBatched"):
+    if has_kernel(operator, "FuncTorchBatched"):
         return
     parameters = operator._schema.arguments
     names = [p.name for p in parameters]
@@ -196,6 +219,55 @@ def register_batching_rule(operator: torch._ops.OpOverload, rule: Callable[..., 
         return custom_function_call_vmap_helper(interpreter, batch, call, *args, *rest)
 
     _LIBRARY.impl(operator, kernel, "FuncTorchBatched")
+
+
+def set_interposed(on: bool) -> None:
+    """Whether operators of the calling thread are run by the kernels of `interpose`."""
+    _dispatch_tls_set_dispatch_key_included(_INTERPOSED, on)
+
+
+def interpose(operator: Operator, kernel: Callable[..., Any]) -> None:
+    """Registers what is run in the place of an operator of torch's, and may call that."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _ExcludeDispatchKeyGuard(_ONLY_INTERPOSED):
+            return kernel(*args, **kwargs)
+
+    _LIBRARY.impl(operator, call, "DeferredInit")
+
+
+def has_kernel(operator: Operator, key: str) -> bool:
+    """Whether an operator has a kernel of its own for a key of torch's dispatcher."""
+    return _has_kernel(operator.name(), key)
+
+
+def outside_of_func() -> bool:
+    """Whether no transformation of `torch.func` is active."""
+    return _peek_interpreter_stack() is None
+
+
+def without_values() -> bool:
+    """Whether operators run for their shapes, or for a program to be made of them."""
+    keys = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY)
+    return any(_get_dispatch_mode(key) is not None for key in keys)
+
+
+class _RoutedGenerator:
+    """torch's default generator, or another in the threads that have one."""
+
+    def __init__(self, choose: Callable[[], torch.Generator | None]) -> None:
+        self._choose = choose
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._choose() or torch.default_generator, name)
+
+
+def route_default_generator(choose: Callable[[], torch.Generator | None]) -> None:
+    """Makes `torch.manual_seed`, `get_rng_state` and their kin ask which generator is meant.
+
+    That is the only name by which they know it. Operators do not ask for it.
+    """
+    torch.random.default_generator = _RoutedGenerator(choose)  # type: ignore[assignment]
 
 
 def register_dce(

@@ -19,7 +19,17 @@ import torch
 from ._compat import FakeTensorMode
 from ._dtypes import dtype_j2t, x64_enabled
 from ._errors import EqxTorchError, InputError, ShapeError
-from ._program import dtype_hint, Effects, library_hint, opened, Site, Spec, TorchFunction
+from ._program import (
+    drawing_from,
+    dtype_hint,
+    Effects,
+    interposing,
+    library_hint,
+    opened,
+    Site,
+    Spec,
+    TorchFunction,
+)
 from ._swaps import Swaps
 from ._trees import leaf_paths, Structure
 from ._watch import Exposure, Watch
@@ -90,6 +100,8 @@ def _try(
         function.lock_to_try() or contextlib.nullcontext(),
         site.ambient.in_force(),
         _eager(),
+        interposing(),
+        drawing_from(torch.Generator()),
         function.trial(watch) as trial,
         tensors() as exposure,
     ):
@@ -216,7 +228,8 @@ def _check_fixed(
 
 @contextlib.contextmanager
 def _real_tensors() -> Iterator[Exposure]:
-    with torch.random.fork_rng(), Exposure() as exposure:
+    # What is drawn on a CPU comes from a generator of the run's own.
+    with torch.random.fork_rng(enabled=_device().type == "cuda"), Exposure() as exposure:
         yield exposure
 
 

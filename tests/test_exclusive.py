@@ -1,7 +1,6 @@
 """No thread waits for its GPU while it holds the lock that threads of other GPUs wait for."""
 
 import threading
-import types
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from eqx_torch import torch2jax
-from eqx_torch._module.rng import SEEDING
+from eqx_torch._module.rng import seeded
 from eqx_torch._program import EXCLUSIVE, forward
 from eqx_torch._program.exclusive import settle
 
@@ -64,20 +63,40 @@ def test_tangents_are_computed_once_the_device_is_done(monkeypatch, batched):
     assert ("cpu", True) not in held
 
 
-def test_keys_are_read_before_the_lock_is_taken():
-    held, ends = [], []
+class Seed:
+    """That of a call on a GPU; or on a CPU, if it is to be."""
 
-    def tolist():
-        held.append(is_held())
+    def __init__(self, held: list[bool], is_cuda: bool) -> None:
+        self.held, self.is_cuda, self.device = held, is_cuda, torch.device("cuda", 0)
+
+    def tolist(self) -> list[int]:
+        self.held.append(is_held())
         return [0, 7]
 
-    seed = types.SimpleNamespace(device=torch.device("cpu"), tolist=tolist)
-    with SEEDING.drawing(seed, ends.append):
+
+def test_on_a_gpu_keys_are_read_before_the_lock_is_taken(monkeypatch):
+    generator = torch.Generator()  # in the place of the GPU's
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+    before = generator.get_state()
+    held, ends, drawn = [], [], []
+    for _ in range(2):
+        with seeded(Seed(held, is_cuda=True), ends.append):
+            held.append(is_held())
+            drawn.append(torch.rand(3, generator=generator))
+        assert torch.equal(generator.get_state(), before)
         held.append(is_held())
-        drawn = torch.rand(3)
-    ends.pop()()
+        while ends:
+            ends.pop()()
+        held.append(is_held())
+    assert held == [False, True, True, False] * 2
+    assert_trees_equal(*drawn, exact=True)
+
+
+def test_on_a_cpu_a_key_takes_no_lock():
+    held, ends = [], []
+    with seeded(Seed(held, is_cuda=False), ends.append):
+        held.append(is_held())
     held.append(is_held())
-    assert held == [False, True, False]
-    with SEEDING.drawing(torch.tensor([0, 7]), ends.append):
-        assert_trees_equal(torch.rand(3), drawn, exact=True)
-    ends.pop()()
+    while ends:
+        ends.pop()()
+    assert held == [False] * 3

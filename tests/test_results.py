@@ -198,7 +198,9 @@ def test_a_number_where_a_scalar_is_declared():
         f(jnp.ones(2), 2**40)
 
 
-@pytest.mark.parametrize("value", [object(), np.ones(2), {1, 2}, torch.nn.Identity()], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "value", [object(), np.ones(2), {1, 2}, torch.nn.Identity()], ids=lambda x: type(x).__name__
+)
 def test_other_objects_are_refused(value):
     with pytest.raises(OutputError, match="can only take torch tensors, numbers and strings"):
         torch2jax(lambda x: (x, value))(jnp.ones(2))

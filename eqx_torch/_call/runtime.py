@@ -10,7 +10,7 @@ from typing import Any
 
 from .._ambient import Ambient, in_neutral_thread
 from .._compat import from_dlpack
-from .._program import Lock, Program, write_error
+from .._program import Lock, Program, with_interposed, write_error
 from .._timeline import ACTIVE, Span
 from .debug import debugged, debugging
 from .ending import ENDING
@@ -87,6 +87,8 @@ def _on_buffers(program: Program) -> Callable[[Sequence[Any]], tuple[()]]:
     """Evaluates a program in a thread without settings of its own."""
     count = len(program.ins)
     evaluate = program.runner()
+    if program.leaf.is_interposed:
+        evaluate = with_interposed(evaluate)
     if debugging():
         evaluate = debugged(program, evaluate)
     function = program.leaf.function

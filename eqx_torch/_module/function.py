@@ -1,8 +1,8 @@
 """A module's method as a torch function of its parameters, its changing buffers and arguments.
 
 The function takes `(parameters, state, seed, inference, *args), kwargs` and returns a tuple of the
-method's result and each of the new buffers. What a call borrows (a skeleton, the random generator)
-it holds until the program it is part of is done: the backward of `torch.utils.checkpoint`, of hooks
+method's result and each of the new buffers. What a call borrows (a skeleton, a random generator) it
+holds until the program it is part of is done: the backward of `torch.utils.checkpoint`, of hooks
 and of adjoint solvers reads the module again, and must find the parameters of this very call.
 """
 
@@ -17,9 +17,11 @@ import torch
 from .._errors import ModuleError
 from .._program import (
     Compiled,
+    drawing_from,
     Effects,
     Kept,
     Lock,
+    own_generator,
     Residuals,
     Site,
     Tensors,
@@ -29,7 +31,7 @@ from .._program import (
 from .._trees import flatten, flatten_result, Structure
 from .._watch import Draws, untouched, Watch
 from .blueprint import Blueprint, Skeleton
-from .rng import SEEDING
+from .rng import seeded
 
 
 _CPU = torch.device("cpu")
@@ -93,9 +95,9 @@ class ModuleFunction(TorchFunction):
     def prepared(self, site: Site) -> Callable[[Tensors, bool], Any]:
         parameters = len(self.blueprint.parameters)
         state = parameters + len(self.blueprint.state)
-        seed, mode = site.statics[state : state + 2]
+        mode = site.statics[state + 1]
         assert mode is not None
-        seeded, inference, rest = seed is None, mode.value, site.rest(self.own_arguments)
+        has_seed, inference, rest = self.draws_at(site), mode.value, site.rest(self.own_arguments)
         keeping = True
 
         def call(arrays: Tensors, functional: bool) -> Any:
@@ -103,14 +105,14 @@ class ModuleFunction(TorchFunction):
             pool = self.blueprint.pool(arrays[0].device if arrays else _CPU)
             skeleton = pool.borrow()
             skeleton.set_mode(inference)
-            args, kwargs = rest.arguments(arrays[state + seeded :])
+            args, kwargs = rest.arguments(arrays[state + has_seed :])
             skeleton.bind(arrays[:parameters], [b.clone() for b in arrays[parameters:state]])
             self._held.items.append(skeleton.unbind)
             # Wrappers of torch.func die with the transformation, so a layer must not keep one.
             # To look for them takes long, and one look tells whether a layer keeps anything.
             restoring = untouched(skeleton.module) if functional and keeping else None
             with restoring or _UNCHANGED:
-                with self._seeding(arrays[state]) if seeded else self._unseeded(inference):
+                with self._seeding(arrays[state]) if has_seed else self._unseeded(inference):
                     result = self._run(skeleton, args, kwargs)
                 new_state = skeleton.state()
             if restoring is not None:
@@ -126,19 +128,21 @@ class ModuleFunction(TorchFunction):
     def release(self) -> None:
         """Gives back what the calls of this thread have borrowed."""
         _end(self._held.items)
-        _end(self._held.locks)
+        _end(self._held.random)
 
     def keep(self) -> Kept:
-        items, locks = self._held.items[:], self._held.locks
+        items, generator = self._held.items[:], own_generator()
         self._held.items.clear()
-        guard = SEEDING.lock if locks else contextlib.nullcontext()
-        _end(locks)
+        guard = _UNCHANGED if generator is None else drawing_from(generator)
+        _end(self._held.random)
         return Kept(guard, lambda: _end(items))
+
+    def draws_at(self, site: Site) -> bool:
+        return site.statics[self.own_inputs] is None
 
     def must_loop(self, site: Site, in_axes: Sequence[int | None]) -> bool:
         """A batch with a key for each member is drawn member by member."""
-        position = len(self.blueprint.parameters) + len(self.blueprint.state)
-        return site.statics[position] is None and in_axes[position] is not None
+        return self.draws_at(site) and in_axes[self.own_inputs] is not None
 
     def label(self, path: str) -> str:
         if not path.startswith("[0]"):
@@ -212,7 +216,7 @@ class ModuleFunction(TorchFunction):
         self._quiet.add(inference)
 
     def _seeding(self, seed: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-        return SEEDING.drawing(seed, self._held.locks.append)
+        return seeded(seed, self._held.random.append)
 
     def _changed_constants(self, names: Sequence[str]) -> str:
         listed = ", ".join(f'"{name}"' for name in names)
@@ -245,12 +249,12 @@ class _Held(threading.local):
 
     Attributes:
         items: when the derivatives of the calls are done.
-        locks: at the end of the program in any case.
+        random: what random numbers are drawn from, at the end of the program in any case.
     """
 
     def __init__(self) -> None:
         self.items: list[Callable[[], None]] = []
-        self.locks: list[Callable[[], None]] = []
+        self.random: list[Callable[[], None]] = []
 
 
 class _LayerNames:

@@ -1,8 +1,8 @@
-"""torch's random state for the length of one call.
+"""torch's random numbers in a call that has a key.
 
-torch draws from one generator a process (and one a GPU), JAX calls torch from several threads, and
-the user has plans of their own for the generator. So a call that draws is seeded from its key, and
-from then until its backward is done no other seeded call runs; the generator is put back as soon
+On a CPU a call draws from a generator of its own. Of the operators for a GPU, some (dropout among
+them) know but the one that torch has for each device. So a call there seeds that too; from then
+until its backward is done no other seeded call runs on a GPU, and the generator is put back as soon
 as the forward is done. (The backward may seed again: `torch.utils.checkpoint` does.)
 """
 
@@ -11,47 +11,42 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from .._program import EXCLUSIVE
+from .._program import draw_from, EXCLUSIVE
 
 
-class Seeding:
-    """Seeds calls, one at a time. Invariant: outside of `drawing`, generators are as found."""
-
-    def __init__(self) -> None:
-        self.lock = EXCLUSIVE
-
-    @contextlib.contextmanager
-    def drawing(
-        self, seed: torch.Tensor, at_end: Callable[[Callable[[], None]], None]
-    ) -> Iterator[None]:
-        """Draws random numbers from `seed` in its body.
-
-        Args:
-            seed: two words of 32 bits.
-            at_end: takes a function to call when no derivative of this call can run any more.
-        """
-        high, low = seed.tolist()  # on a GPU this waits, and so has to precede the lock
-        self.lock.acquire()
-        at_end(self.lock.release)
-        generators = _generators(seed.device)
-        states = [g.get_state() for g in generators]
-        try:
-            for generator in generators:
-                generator.manual_seed(_as_seed(high, low))
-            yield
-        finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+_NOTHING = contextlib.nullcontext()
 
 
-SEEDING = Seeding()
+def seeded(
+    seed: torch.Tensor, at_end: Callable[[Callable[[], None]], None]
+) -> contextlib.AbstractContextManager[None]:
+    """Starts to draw random numbers from `seed`. The forward runs in the context that is returned.
+
+    Args:
+        seed: two words of 32 bits.
+        at_end: takes a function to call when no derivative of this call can run any more.
+    """
+    high, low = seed.tolist()  # on a GPU this waits, and so has to precede the lock
+    number = _as_seed(high, low)
+    draw_from(torch.Generator().manual_seed(number))
+    at_end(lambda: draw_from(None))
+    return _on_gpu(number, seed.device, at_end) if seed.is_cuda else _NOTHING
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
-    if device.type != "cuda":
-        return [torch.default_generator]
+@contextlib.contextmanager
+def _on_gpu(
+    number: int, device: torch.device, at_end: Callable[[Callable[[], None]], None]
+) -> Iterator[None]:
+    EXCLUSIVE.acquire()
+    at_end(EXCLUSIVE.release)
     index = torch.cuda.current_device() if device.index is None else device.index
-    return [torch.default_generator, torch.cuda.default_generators[index]]
+    generator = torch.cuda.default_generators[index]
+    state = generator.get_state()
+    try:
+        generator.manual_seed(number)
+        yield
+    finally:
+        generator.set_state(state)
 
 
 def _as_seed(high: int, low: int) -> int:

@@ -23,6 +23,12 @@ from .function import (
     TorchFunction as TorchFunction,
     VmapMethod as VmapMethod,
 )
+from .generators import (
+    draw_from as draw_from,
+    drawing_from as drawing_from,
+    own_generator as own_generator,
+)
+from .interposed import interposing as interposing, with_interposed as with_interposed
 from .leaf import (
     input_label as input_label,
     Leaf as Leaf,

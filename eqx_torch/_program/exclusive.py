@@ -2,7 +2,7 @@
 
 - The forward-mode level: a thread that leaves it erases the tangents of the others, which then
   are zero.
-- The CPU's default random generator.
+- The default random generators of GPUs, of which a forward may seed all.
 
 One lock serves both, so that no two threads can wait for each other.
 

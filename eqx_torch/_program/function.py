@@ -166,6 +166,11 @@ class TorchFunction:
         shares = reaches_module(self.python) or seems_to_swap(self.python)
         return PROCESS_LOCK if shares else None
 
+    def draws_at(self, site: Site) -> bool:
+        """Whether it is given at this site what to draw random numbers from."""
+        del site
+        return False
+
     def must_loop(self, site: Site, in_axes: Sequence[int | None]) -> bool:
         """Whether a batch with these axes of the inputs has to be computed one by one."""
         del site, in_axes

@@ -23,6 +23,7 @@ from .bits import same_bits
 from .declared import as_declared
 from .dtype_hints import dtype_hint
 from .function import Effects, TorchFunction
+from .interposed import is_narrow
 from .library_hints import library_hint
 from .results import not_taken, other_constant, widest
 from .site import Site
@@ -75,6 +76,13 @@ class Leaf(Program):
     @property
     def name(self) -> str:
         return self.function.name
+
+    @functools.cached_property
+    def is_interposed(self) -> bool:
+        """Whether operators are interposed where this or a program made of it runs."""
+        pairs = zip(self.ins, self.site.restored, strict=True)
+        dtypes = (restored or dtype_j2t(spec.dtype) for spec, restored in pairs)
+        return any(map(is_narrow, dtypes)) or self.function.draws_at(self.site)
 
     def __hash__(self) -> int:
         return self._hash
