@@ -42,6 +42,10 @@ from torch._C import (
     _set_fwd_grad_enabled as set_forward_grad_enabled,
     _set_grad_enabled as set_grad_enabled,
 )
+from torch._C._functorch import (
+    # What memory a tensor has is not to be asked of a wrapper; no public name tells wrappers.
+    is_functorch_wrapped_tensor as is_functorch_wrapped_tensor,
+)
 from torch._functorch.autograd_function import (
     # What `torch.library.register_vmap` uses, which refuses operators with keyword-only tensors.
     custom_function_call_vmap_helper,
@@ -76,6 +80,7 @@ __all__ = [
     "TorchDispatchMode",
     "any_autocast",
     "from_dlpack",
+    "is_functorch_wrapped_tensor",
     "set_forward_grad_enabled",
     "set_grad_enabled",
     "torch_function_modes",

@@ -24,6 +24,7 @@ from .core import Core, Options
 from .function import ModuleFunction
 from .layers import changing_buffers, check_convertible, check_shards
 from .module import TorchModule
+from .variables import check_variables
 
 
 def from_torch(
@@ -87,6 +88,7 @@ def from_torch(
         _check_has_state(module, state, at_making=called_by_make_with_state())
         return _with_options(module, options, example_args, example_kw)
     check_convertible(module)
+    check_variables(module)
     if out_specs is not None:
         check_shards(module)
     _check_method(module, method)
@@ -170,6 +172,7 @@ def _found_changing(
         residuals="recompute",
         compiled=Compiled(),
     )
+    function.tells = False  # the model's own function will
     calls = _as_called(blueprint, False, example_args, example_kw)
     calls.infer(lambda site, specs: probe(function, site, specs))
     return function.changed_state

@@ -9,7 +9,8 @@ and of adjoint solvers reads the module again, and must find the parameters of t
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +28,11 @@ from .._program import (
     VmapMethod,
 )
 from .._trees import flatten, Structure
-from .._watch import Draws, untouched, Watch
+from .._watch import Draws, Watch
 from .blueprint import Blueprint, Skeleton
+from .layers import projection
 from .rng import SEEDING
+from .traces import Changes
 
 
 _CPU = torch.device("cpu")
@@ -42,6 +45,7 @@ class ModuleFunction(TorchFunction):
     Attributes:
         draws: for each call site without a seed, the layers that drew random numbers.
         changed_state: the buffers that the last trial changed.
+        tells: whether it warns of what calls leave behind.
     """
 
     randomness = "same"
@@ -75,8 +79,11 @@ class ModuleFunction(TorchFunction):
         self.own_inputs = len(blueprint.parameters) + len(blueprint.state)
         self.draws: dict[Site, tuple[str, ...]] = {}
         self.changed_state: set[str] = set()
+        self.tells = True
         self._held = _Held()
         self._quiet: set[bool] = set()
+        self._left: tuple[Any, Any, Any] = ((), (), ())  # by the last trial
+        self._told: set[str] = set()
 
     def _key(self) -> Hashable:
         own = self.blueprint, self.method, self.lock
@@ -91,34 +98,47 @@ class ModuleFunction(TorchFunction):
         return hash(self._key())
 
     def prepared(self, site: Site) -> Callable[[Tensors, bool], Any]:
-        parameters = len(self.blueprint.parameters)
-        state = parameters + len(self.blueprint.state)
+        count = len(self.blueprint.parameters)
+        state = count + len(self.blueprint.state)
         seed, mode = site.statics[state : state + 2]
         assert mode is not None
         seeded, inference, rest = seed is None, mode.value, site.rest(self.own_arguments)
-        keeping = True
+        habits: dict[bool, Changes] = {}
 
         def call(arrays: Tensors, functional: bool) -> Any:
-            nonlocal keeping
             pool = self.blueprint.pool(arrays[0].device if arrays else _CPU)
             skeleton = pool.borrow()
             skeleton.set_mode(inference)
             args, kwargs = rest.arguments(arrays[state + seeded :])
-            skeleton.bind(arrays[:parameters], [b.clone() for b in arrays[parameters:state]])
+            parameters = arrays[:count]
+            # To look for what a call leaves behind takes long, and one look tells whether it does.
+            usual = habits.get(functional)
+            look = _Look(skeleton, parameters) if usual is None or usual else None
+            skeleton.bind(parameters, [b.clone() for b in arrays[count:state]])
             self._held.items.append(skeleton.unbind)
-            # Wrappers of torch.func die with the transformation, so a layer must not keep one.
-            # To look for them takes long, and one look tells whether a layer keeps anything.
-            restoring = untouched(skeleton.module) if functional and keeping else None
-            with restoring or _UNCHANGED:
-                with self._seeding(arrays[state]) if seeded else self._unseeded(inference):
-                    result = self._run(skeleton, args, kwargs)
-                new_state = skeleton.state()
-            if restoring is not None:
-                keeping = restoring.changed
+            with self._seeding(arrays[state]) if seeded else self._unseeded(inference):
+                result = self._run(skeleton, args, kwargs)
+            new_state = skeleton.state()
             changed = skeleton.changed_constants()
             if changed:
                 raise ModuleError(self._changed_constants(changed))
-            self._held.items.append(lambda: pool.give_back(skeleton))
+            if look is None:
+                self._held.items.append(lambda: pool.give_back(skeleton))
+                return result, *new_state
+            written = look.written() if usual is None and not functional else []
+
+            def end() -> None:
+                changes = skeleton.trace.changes()
+                numbers = skeleton.trace.numbers(changes, _sizes(arrays))
+                skeleton.trace.put_back(changes)
+                if not changes.written:
+                    pool.give_back(skeleton)
+                if usual is None:
+                    habits[functional] = changes
+                    unseen = self._written_at(site)
+                    self._tell(dict.fromkeys([*written, *unseen]), numbers, changes.written)
+
+            self._held.items.append(end)
             return result, *new_state
 
         return call
@@ -169,6 +189,7 @@ class ModuleFunction(TorchFunction):
             parameters, state, _, inference, *rest = args
             skeleton.set_mode(inference)
             skeleton.place_constants(_device(args, kwargs))
+            look = _Look(skeleton, parameters)
             skeleton.bind(parameters, state)
             _LayerNames(skeleton.module, watch)
             result = self._run(skeleton, rest, kwargs)
@@ -182,6 +203,13 @@ class ModuleFunction(TorchFunction):
             changed = [name for name, c in pairs if watch.wrote(c) or name in replaced]
             if changed:
                 raise ModuleError(self._changed_constants(changed))
+            pairs = zip(self.blueprint.names.parameters, parameters, strict=True)
+            written = [name for name, p in pairs if watch.wrote(p)]
+            written += [name for name in look.written() if name not in written]
+            skeleton.unbind()
+            changes = skeleton.trace.changes()
+            sizes = _sizes(flatten((rest, kwargs))[0])
+            self._left = written, skeleton.trace.numbers(changes, sizes), changes.written
             return result, *new_state
 
         yield run
@@ -193,6 +221,7 @@ class ModuleFunction(TorchFunction):
         written = (effects.written or frozenset()).difference(state)
         self.findings.note(site, dataclasses.replace(effects, written=written))
         self.draws[site] = tuple(dict.fromkeys(watch.random))
+        self._tell(*self._left)
 
     def _run(self, skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.method == "forward":
@@ -210,6 +239,36 @@ class ModuleFunction(TorchFunction):
         if draws.any:
             raise ModuleError(missing_key(self.name, []))
         self._quiet.add(inference)
+
+    def _written_at(self, site: Site) -> list[str]:
+        """The parameters that calls are known to write to."""
+        written = self.findings.effects_at(site).written or frozenset()
+        return [name for i, name in enumerate(self.blueprint.names.parameters) if i in written]
+
+    def _tell(
+        self,
+        written: Iterable[str],
+        numbers: Sequence[tuple[str, Any, Any]],
+        loose: Sequence[str],
+    ) -> None:
+        """Warns, once, of what torch would keep from one call to the next and JAX does not."""
+        texts = {name: self._written_parameter(name) for name in written}
+        texts |= {number[0]: _changed_number(self.name, *number) for number in numbers}
+        texts |= {path: _written_tensor(self.name, path) for path in loose}
+        for path, text in texts.items():
+            if self.tells and path not in self._told:
+                self._told.add(path)
+                warnings.warn(text, stacklevel=2)
+
+    def _written_parameter(self, name: str) -> str:
+        layer = dict(self.blueprint.module.named_modules()).get(name.rpartition(".")[0])
+        return (
+            f"the forward of `{self.name}` writes to its parameter {name}, but a call cannot change "
+            "a model in JAX: it computes with what torch would write, and the next call starts "
+            "from the old values again. Write them in the training loop, after "
+            f'`optax.apply_updates`: `model = eqx.tree_at(lambda m: m.params["{name}"], model, '
+            f"replace_fn={projection(layer)})`."
+        )
 
     def _seeding(self, seed: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         return SEEDING.drawing(seed, self._held.locks.append)
@@ -238,6 +297,50 @@ def missing_key(name: str, layers: Sequence[str]) -> str:
 def first(names: Sequence[str]) -> str:
     """The names, or the first of them if there are many."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+class _Look:
+    """A call of a skeleton of which is to be seen what it leaves behind; made before it is bound."""
+
+    def __init__(self, skeleton: Skeleton, parameters: Sequence[torch.Tensor]) -> None:
+        skeleton.trace  # noqa: B018
+        self._skeleton = skeleton
+        self._parameters = parameters
+        self._before = [_memory(p) for p in parameters]
+
+    def written(self) -> list[str]:
+        """The parameters that are others now."""
+        skeleton, parameters = self._skeleton, self._parameters
+        names = skeleton.overwritten(parameters)
+        triples = zip(skeleton.parameter_names, parameters, self._before, strict=True)
+        return names + [n for n, p, before in triples if _memory(p) != before and n not in names]
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, int]:
+    """Where a tensor's contents are, and how often they were written to."""
+    return tensor.untyped_storage()._cdata, tensor._version
+
+
+def _sizes(leaves: Sequence[Any]) -> set[int]:
+    """The sizes of tensors."""
+    return {n for x in leaves if isinstance(x, torch.Tensor) for n in x.shape}
+
+
+def _changed_number(name: str, attribute: str, old: Any, new: Any) -> str:
+    return (
+        f"the forward of `{name}` changes its attribute {attribute} (from {old!r} to {new!r}), but "
+        "each call of a converted module starts from the module as it was converted, so that this "
+        "is the same change every time. Pass what changes from call to call (a count, a schedule) "
+        "as an argument, or keep it in a buffer, which becomes state."
+    )
+
+
+def _written_tensor(name: str, path: str) -> str:
+    return (
+        f"the forward of `{name}` writes to its tensor {path}, which is no buffer, but each call of "
+        "a converted module starts from the module as it was converted. Register it "
+        "(`self.register_buffer`), and it becomes state."
+    )
 
 
 class _Held(threading.local):

@@ -44,6 +44,15 @@ def computed_by_hooks(layer: torch.nn.Module) -> list[str]:
     return [h.name for h in hooks if isinstance(h, SpectralNorm | WeightNorm)]
 
 
+def projection(layer: torch.nn.Module | None) -> str:
+    """The source of what a layer does to its weight, for messages, or an example of it."""
+    limit = getattr(layer, "max_norm", None)
+    if not isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag) or limit is None:
+        return "lambda w: jnp.clip(w, 0)"
+    norm = f"jnp.linalg.norm(w, {layer.norm_type:g}, axis=1, keepdims=True)"
+    return f"lambda w: w * jnp.minimum(1, {limit:g} / {norm})"
+
+
 def check_convertible(module: torch.nn.Module) -> None:
     """Raises if a module has no values to convert."""
     if not isinstance(module, torch.nn.Module):

@@ -134,7 +134,9 @@ def _torch_module(model: TorchModule, state: eqx.nn.State | None) -> torch.nn.Mo
         with torch.no_grad():
             new.copy_(j2t(np.asarray(jax.device_get(array))))
         memo[id(old)] = torch.nn.Parameter(new, old.requires_grad) if i < count else new
-    module = copied(blueprint.module, memo)
+    owners = [memo[id(old)] for old in placeholders]
+    memo |= {id(view.placeholder): view.of(owners[view.owner]) for view in blueprint.views}
+    module = copied(blueprint.module, memo).module
     flags = blueprint.training_flags(bool(model.inference))
     for submodule, flag in zip(module.modules(), flags, strict=True):
         submodule.training = flag
