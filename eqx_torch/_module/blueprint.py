@@ -20,6 +20,7 @@ import torch
 from .._annotations import strip_checkers
 from .._dtypes import canonical_dtype, dtype_j2t, is_inexact
 from .fingerprint import digest, fingerprint
+from .layers import is_training, set_training
 from .places import walk
 from .sharing import View, views
 from .slots import buffer_slot, copied, fill
@@ -68,7 +69,7 @@ class Blueprint:
         self.views = list(found.values())
         memo |= {key: view.placeholder for key, view in found.items()}
         self.module = copied(module, memo).module
-        self.flags = tuple(m.training for m in self.module.modules())
+        self.flags = tuple(map(is_training, self.module.modules()))
         self._pools: dict[torch.device, _Pool] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -147,8 +148,7 @@ class Skeleton:
         """Sets torch's train flags."""
         if inference != self._inference:
             flags = self._blueprint.training_flags(inference)
-            for module, flag in zip(self.module.modules(), flags, strict=True):
-                module.training = flag
+            set_training(self.module, flags)
             self._inference = inference
             if "trace" in vars(self):
                 self.trace.note_modes()

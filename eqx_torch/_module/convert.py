@@ -22,7 +22,7 @@ from .._shapes import OutputShapes
 from .blueprint import Blueprint, Names
 from .core import Core, Options
 from .function import ModuleFunction
-from .layers import changing_buffers, check_convertible, check_shards
+from .layers import changing_buffers, check_convertible, check_shards, is_training
 from .module import TorchModule
 from .variables import check_variables
 
@@ -103,11 +103,11 @@ def from_torch(
     model = TorchModule(
         params={n: owned(tensors[n]) for n in names.parameters},
         buffers=eqx.nn.StateIndex(buffers) if buffers else None,
-        inference=not module.training,
+        inference=not is_training(module),
         core=core,
     )
     if examples is not None:
-        calls = _as_called(core.blueprint, not module.training, example_args, example_kw)
+        calls = _as_called(core.blueprint, not is_training(module), example_args, example_kw)
         calls.infer(core.infer)
     return model
 

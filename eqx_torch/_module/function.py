@@ -114,6 +114,8 @@ class ModuleFunction(TorchFunction):
             # To look for what a call leaves behind takes long, and one look tells whether it does.
             usual = habits.get(functional)
             look = _Look(skeleton, parameters) if usual is None or usual else None
+            effects = self.findings.effects_at(site) if usual is None else None
+            tried = effects is None or effects.written is not None
             skeleton.bind(parameters, [b.clone() for b in arrays[count:state]])
             self._held.items.append(skeleton.unbind)
             with self._seeding(arrays[state]) if seeded else self._unseeded(inference):
@@ -128,15 +130,17 @@ class ModuleFunction(TorchFunction):
             written = look.written() if usual is None and not functional else []
 
             def end() -> None:
-                changes = skeleton.trace.changes()
-                numbers = skeleton.trace.numbers(changes, _sizes(arrays))
+                changes = skeleton.trace.changes(usual)
+                numbers = skeleton.trace.numbers(changes)
                 skeleton.trace.put_back(changes)
                 if not changes.written:
                     pool.give_back(skeleton)
                 if usual is None:
                     habits[functional] = changes
-                    unseen = self._written_at(site)
-                    self._tell(dict.fromkeys([*written, *unseen]), numbers, changes.written)
+                    # Where there was no trial, the first run was on copies and compared them.
+                    compared = () if tried else self._written_at(site)
+                    untried = [n for n in numbers if n[-1] not in _sizes(arrays)] * (not tried)
+                    self._tell(dict.fromkeys([*written, *compared]), untried, changes.written)
 
             self._held.items.append(end)
             return result, *new_state
@@ -189,9 +193,9 @@ class ModuleFunction(TorchFunction):
             parameters, state, _, inference, *rest = args
             skeleton.set_mode(inference)
             skeleton.place_constants(_device(args, kwargs))
+            _LayerNames(skeleton.module, watch)
             look = _Look(skeleton, parameters)
             skeleton.bind(parameters, state)
-            _LayerNames(skeleton.module, watch)
             result = self._run(skeleton, rest, kwargs)
             new_state = skeleton.state()
             triples = zip(self.blueprint.names.state, state, new_state, strict=True)
@@ -208,8 +212,15 @@ class ModuleFunction(TorchFunction):
             written += [name for name in look.written() if name not in written]
             skeleton.unbind()
             changes = skeleton.trace.changes()
-            sizes = _sizes(flatten((rest, kwargs))[0])
-            self._left = written, skeleton.trace.numbers(changes, sizes), changes.written
+            numbers = skeleton.trace.numbers(changes)
+            if numbers:  # some are set once for all, others are another number with every call
+                skeleton.bind(parameters, state)
+                with contextlib.suppress(Exception):
+                    self._run(skeleton, rest, kwargs)
+                skeleton.unbind()
+                again = {path: new for path, _, new in skeleton.trace.numbers(changes)}
+                numbers = [number for number in numbers if again.get(number[0]) != number[2]]
+            self._left = written, numbers, changes.written
             return result, *new_state
 
         yield run

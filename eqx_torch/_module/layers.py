@@ -38,6 +38,18 @@ def drawing_layers(module: torch.nn.Module, training: Sequence[bool]) -> list[st
     ]
 
 
+def is_training(module: torch.nn.Module) -> bool:
+    """torch's train flag, which frozen TorchScript has lost."""
+    return getattr(module, "training", False)
+
+
+def set_training(module: torch.nn.Module, flags: Sequence[bool]) -> None:
+    """Sets the train flag of each submodule that has one."""
+    for submodule, flag in zip(module.modules(), flags, strict=True):
+        if hasattr(submodule, "training"):
+            submodule.training = flag
+
+
 def computed_by_hooks(layer: torch.nn.Module) -> list[str]:
     """The attributes of a layer that torch's hooks compute from parameters before each call."""
     hooks = layer._forward_pre_hooks.values()

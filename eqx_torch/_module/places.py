@@ -24,6 +24,7 @@ _ATOMS = (
     *(str, int, float, complex, bytes, type, type(None), range, slice, type(Ellipsis)),
     *(torch.dtype, torch.device, torch.Size, torch.layout, types.ModuleType, types.CodeType),
 )
+_PLAIN = frozenset([str, int, float, bool, type(None), type])
 _BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 # Made anew where they stand, and so looked into at every place where they do.
 _REMADE = (tuple, frozenset, weakref.ref, *_BOUND)
@@ -35,6 +36,7 @@ _CLOSED = (
     *(*_BOUND, types.CellType, types.FunctionType, weakref.ref, functools.partial),
     *(CachedFunction, torch.Tensor, torch.jit.ScriptModule),
 )
+_PLAIN_CONTAINERS = frozenset([dict, list, tuple, set, frozenset, collections.OrderedDict])
 _OPEN_LIBRARIES = re.compile(r"(torch\.(nn|distributions)|types|collections)(\.|$)")
 _REGISTERED = re.compile(r"\._(?:parameters|buffers|modules)\['([^']*)'\]")
 # Recurrent layers make these anew with the parameters.
@@ -143,17 +145,19 @@ def walk(root: Any, opens: Callable[[Any], bool] = lambda _: True) -> Iterator[P
 
 def attributes_of(item: Any) -> tuple[Any, Iterable[str]]:
     """A container of the attributes of an object that has any of its own, and their names."""
+    if isinstance(item, torch.nn.Module):
+        return item.__dict__, item.__dict__
     own = getattr(item, "__dict__", None)
     slots = [name for name in _slot_names(type(item)) if hasattr(item, name)]
     if isinstance(own, dict) and not slots:
-        return own, list(own)
+        return own, own
     return Attributes(item), [*(own or ()), *slots]
 
 
 def is_open(item: Any) -> bool:
     """Whether the attributes of an object are places: those of libraries are theirs alone."""
     cls = type(item)
-    if issubclass(cls, _CLOSED):
+    if cls in _PLAIN_CONTAINERS or issubclass(cls, _CLOSED):
         return False
     return issubclass(cls, torch.nn.Module) or not is_library(cls.__module__) or bool(_OPEN_LIBRARIES.match(cls.__module__))
 
@@ -164,6 +168,8 @@ def _inside(place: Place) -> Iterator[Place]:
         yield from _inside_script(place, item)
     elif isinstance(item, dict):
         for key, value in item.items():
+            if type(value) in _PLAIN:
+                continue
             yield Place(value, item, key, place, f"[{key!r}]" if isinstance(key, str) else "[...]")
     elif isinstance(item, list | collections.deque):
         yield from (Place(v, item, i, place, f"[{i}]") for i, v in enumerate(item))
@@ -196,7 +202,10 @@ def _inside(place: Place) -> Iterator[Place]:
         yield Place(item.__wrapped__, None, None, place)
     if is_open(item):
         container, names = attributes_of(item)
-        yield from (Place(container[n], container, n, place, f".{n}") for n in names)
+        for name in names:
+            value = container[name]
+            if type(value) not in _PLAIN:
+                yield Place(value, container, name, place, f".{name}")
 
 
 def _inside_script(place: Place, module: torch.jit.ScriptModule) -> Iterator[Place]:

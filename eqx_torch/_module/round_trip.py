@@ -15,6 +15,7 @@ from .blueprint import Blueprint, Names
 from .convert import owned
 from .core import Core
 from .function import first
+from .layers import set_training
 from .module import TorchModule
 from .slots import copied
 
@@ -137,9 +138,7 @@ def _torch_module(model: TorchModule, state: eqx.nn.State | None) -> torch.nn.Mo
     owners = [memo[id(old)] for old in placeholders]
     memo |= {id(view.placeholder): view.of(owners[view.owner]) for view in blueprint.views}
     module = copied(blueprint.module, memo).module
-    flags = blueprint.training_flags(bool(model.inference))
-    for submodule, flag in zip(module.modules(), flags, strict=True):
-        submodule.training = flag
+    set_training(module, blueprint.training_flags(bool(model.inference)))
     return module
 
 

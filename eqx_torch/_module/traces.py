@@ -18,7 +18,7 @@ from .places import Attributes, attributes_of, is_filled, is_open, Place
 from .slots import Copy
 
 
-_NUMBERS = (bool, int, float, complex)
+_NUMBERS = (bool, int, float, complex, str)
 
 
 class Trace:
@@ -31,6 +31,8 @@ class Trace:
 
     def __init__(self, copy: Copy, bound: Sequence[torch.Tensor]) -> None:
         self._held = list(_held_in(copy.places))
+        # The positions of what is in sets differ from copy to copy.
+        self._unordered = any(p.step == "{...}" for p in copy.places)
         self._caches = list(_caches(copy))
         known = set(map(id, bound))
         self._loose = [
@@ -44,17 +46,21 @@ class Trace:
         for held in self._held:
             held.note("training")
 
-    def changes(self) -> "Changes":
-        """What a call has left behind, when its tensors are taken out again."""
-        changed = [i for i, held in enumerate(self._held) if not held.is_intact()]
+    def changes(self, usual: "Changes | None" = None) -> "Changes":
+        """What a call has left behind, when its tensors are taken out again.
+
+        Args:
+            usual: what other calls of the kind have; only there is looked.
+        """
+        among = range(len(self._held)) if usual is None or self._unordered else usual.held
+        changed = [i for i in among if not self._held[i].is_intact()]
         written = [path for path, tensor, version in self._loose if tensor._version != version]
         cached = any(cache.cache_info().currsize for cache in self._caches)
         return Changes(changed, written, cached)
 
-    def numbers(self, changes: "Changes", sizes: set[int]) -> list[tuple[str, Any, Any]]:
-        """The numbers that are others now, but for sizes of what the call was given."""
-        pairs = (pair for i in changes.held for pair in self._held[i].numbers())
-        return [(path, old, new) for path, old, new in pairs if new not in sizes]
+    def numbers(self, changes: "Changes") -> list[tuple[str, Any, Any]]:
+        """The numbers and strings that are others now: where, what it was, what it is."""
+        return [number for i in changes.held for number in self._held[i].numbers()]
 
     def put_back(self, changes: "Changes") -> None:
         """Makes all as it was; what was written to remains."""
@@ -162,8 +168,7 @@ def _same_items(now: Any, before: Any) -> bool:
 
 
 def _equal_atoms(now: set[Any], before: set[Any]) -> bool:
-    atoms = (str, *_NUMBERS)
-    return all(isinstance(x, atoms) for x in (*now, *before)) and now == before
+    return all(isinstance(x, _NUMBERS) for x in (*now, *before)) and now == before
 
 
 def _same(a: Any, b: Any) -> bool:
