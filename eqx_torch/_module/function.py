@@ -82,6 +82,8 @@ class ModuleFunction(TorchFunction):
         self.tells = True
         self._held = _Held()
         self._quiet: set[bool] = set()
+        # What calls at each site leave behind, by whether torch.func transforms them.
+        self._habits: dict[Site, dict[bool, Changes]] = {}
         self._left: tuple[Any, Any, Any] = ((), (), ())  # by the last trial
         self._told: set[str] = set()
 
@@ -103,7 +105,7 @@ class ModuleFunction(TorchFunction):
         seed, mode = site.statics[state : state + 2]
         assert mode is not None
         seeded, inference, rest = seed is None, mode.value, site.rest(self.own_arguments)
-        habits: dict[bool, Changes] = {}
+        habits = self._habits.setdefault(site, {})
 
         def call(arrays: Tensors, functional: bool) -> Any:
             pool = self.blueprint.pool(arrays[0].device if arrays else _CPU)

@@ -130,7 +130,7 @@ def walk(root: Any, opens: Callable[[Any], bool] = lambda _: True) -> Iterator[P
     while pending:
         place = pending.pop()
         value = place.value
-        if isinstance(value, _ATOMS):
+        if is_atom(value):
             continue
         yield place
         if isinstance(value, torch.Tensor) or type(value) in weakref.ProxyTypes:
@@ -152,6 +152,11 @@ def attributes_of(item: Any) -> tuple[Any, Iterable[str]]:
     if isinstance(own, dict) and not slots:
         return own, own
     return Attributes(item), [*(own or ()), *slots]
+
+
+def is_atom(value: Any) -> bool:
+    """Whether a value holds nothing that could change."""
+    return isinstance(value, _ATOMS)
 
 
 def is_open(item: Any) -> bool:
@@ -246,7 +251,8 @@ def _remake(place: Place, make: Callable[[list[Any]], Any], parts: list[Any]) ->
 
 
 def _like(old: Any) -> Callable[[list[Any]], Any]:
-    return functools.partial(type(old).__new__, type(old))  # of named tuples too
+    kind = tuple if isinstance(old, tuple) else frozenset  # named tuples take their parts one by one
+    return functools.partial(kind.__new__, type(old))
 
 
 def _bound_like(method: Any) -> Callable[[list[Any]], Any]:

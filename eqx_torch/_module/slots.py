@@ -21,7 +21,7 @@ import torch
 
 from .._errors import ModuleError
 from .._reachable import CachedFunction
-from .places import is_filled, is_open, Place, ScriptAttributes, walk
+from .places import is_atom, is_filled, is_open, Place, ScriptAttributes, walk
 
 
 Slot = tuple[Any, Any]
@@ -116,9 +116,9 @@ class _Graph:
         for function in functions.values():
             self._furnish(function, memo)
         _copy_scripted(self._module, new, self._tensors)
-        self._check_copied(memo)
         if late:
             _fulfil(new, memo)
+        self._check_copied(memo)
         return new
 
     def _shell(
@@ -126,7 +126,7 @@ class _Graph:
     ) -> types.FunctionType:
         """A copy of a function whose variables are still empty."""
         closure = function.__closure__ and tuple(
-            memo.setdefault(id(c), types.CellType()) if id(c) in self._leading else c
+            memo.setdefault(id(c), types.CellType()) if self._is_own(c) else c
             for c in function.__closure__
         )
         code, scope = function.__code__, function.__globals__
@@ -135,6 +135,10 @@ class _Graph:
             setattr(new, name, getattr(function, name))
         new.__dict__.update(function.__dict__)
         return new
+
+    def _is_own(self, cell: types.CellType) -> bool:
+        """Whether a variable is to be copied; what else it holds is the user's, to be looked at."""
+        return id(cell) in self._leading or is_filled(cell) and is_atom(cell.cell_contents)
 
     def _furnish(self, old: types.FunctionType, memo: dict[int, Any]) -> None:
         new = memo[id(old)]
@@ -215,15 +219,17 @@ def _is_made(memo: Mapping[int, Any]) -> Callable[[Any], bool]:
     return lambda item: id(item) in made
 
 
-def _fulfil(new: torch.nn.Module, memo: Mapping[int, Any]) -> None:
-    """Puts in a copy what stands in it for late objects."""
+def _fulfil(new: torch.nn.Module, memo: dict[int, Any]) -> None:
+    """Puts in a copy what stands in it for late objects, whose parts may have such in turn."""
 
     def of(old: Any) -> Any:
-        made = memo.get(id(old), old)
+        made = copy.deepcopy(old, memo)
         return made.make(of) if isinstance(made, _Late) else made
 
-    for place in list(walk(new, _is_made(memo))):
-        if isinstance(place.value, _Late):
+    late = True
+    while late:
+        late = [p for p in walk(new, _is_made(memo)) if isinstance(p.value, _Late)]
+        for place in late:
             place.container[place.key] = place.value.make(of)
 
 

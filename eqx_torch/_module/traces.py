@@ -113,7 +113,7 @@ class _Held:
             for key, old in self._contents.items():
                 new = now.get(key)
                 if isinstance(old, _NUMBERS) and isinstance(new, _NUMBERS) and new != old:
-                    step = f".{key}" if isinstance(key, str) else f"[{key!r}]"
+                    step = f".{key}" if is_open(self._place.value) else f"[{key!r}]"
                     yield f"{self._place.path}{step}".removeprefix("."), old, new
 
 
