@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import io
 import types
 import weakref
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from eqx_torch import from_torch, ModuleError, state_dict, t2j, to_torch
+from eqx_torch import from_torch, ModuleError, t2j, to_torch
 
 from .helpers import assert_trees_equal
 
@@ -246,3 +245,185 @@ _draw = st.tuples(
 def test_random_modules_are_followed(tied, draws):
     names = [name for name, _ in Drawn(tied, draws).named_parameters()]
     assert_follows(lambda: Drawn(tied, draws), X, names, transformed=False)
+
+
+# What cannot be followed is refused.
+
+
+class TwoLayers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, x):
+        return self.decoder(self.encoder(x)) + self.total
+
+
+def _same_memory(m):
+    m.decoder.weight = torch.nn.Parameter(m.encoder.weight.data)
+
+
+def _transposed(m):
+    m.decoder.weight = torch.nn.Parameter(m.encoder.weight.data.t())
+
+
+def _buffer_of_a_parameter(m):
+    m.register_buffer("first", m.encoder.weight.data[:1])
+
+
+def _two_owners(m):
+    m.whole = torch.zeros(6)
+    m.encoder.bias = torch.nn.Parameter(m.whole[:3])
+    m.decoder.bias = torch.nn.Parameter(m.whole[3:])
+
+
+def _of_another_dtype(m):
+    m.bits = m.encoder.weight.data.view(torch.int32)
+
+
+def _by_numpy(m):
+    m.register_buffer("first", torch.from_numpy(m.encoder.weight.detach().numpy()[0]))
+
+
+def _of_a_permuted_parameter(m):
+    m.encoder.weight = torch.nn.Parameter(torch.randn(3, 3).t())
+    m.rows = m.encoder.weight.data[0]
+
+
+OVERLAPS = {
+    "same": (_same_memory, r"module.decoder.weight = module.encoder.weight"),
+    "transposed": (_transposed, r"`decoder.weight` shares memory with `encoder.weight`.*forward"),
+    "buffer": (_buffer_of_a_parameter, r"`first` shares memory with `encoder.weight`"),
+    "two owners": (_two_owners, r"`whole` shares memory with `(en|de)coder.bias`"),
+    "dtype": (_of_another_dtype, r"`bits` shares memory with `encoder.weight`"),
+    "numpy": (_by_numpy, r"`first` shares memory with `encoder.weight`"),
+    "layout": (_of_a_permuted_parameter, r"`rows` shares memory with `encoder.weight`"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), OVERLAPS.values(), ids=OVERLAPS)
+def test_tensors_that_overlap_are_named(change, message):
+    module = TwoLayers()
+    change(module)
+    with pytest.raises(ModuleError, match=message):
+        from_torch(module)
+
+
+def test_state_that_overlaps_is_named():
+    module = TwoLayers()
+    module.register_buffer("part", module.total[:2])
+    from_torch(module)
+    with pytest.raises(ModuleError, match="`part` shares memory with `total`"):
+        from_torch(module, state=["total"])
+
+
+def test_parts_of_one_storage_are_no_overlap():
+    module, whole = TwoLayers(), torch.randn(3, 6)
+    module.encoder.weight = torch.nn.Parameter(whole[:, :3])
+    module.decoder.weight = torch.nn.Parameter(whole[:, 3:])
+    x = torch.randn(2, 3)
+    assert_trees_equal(from_torch(module)(t2j(x)), module(x).detach(), rtol=1e-5)
+
+
+_NETWORK = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+_HOLDER = types.SimpleNamespace(network=_NETWORK, calls=0)
+
+
+def _helper(y):
+    return y + _NETWORK[0].bias
+
+
+GLOBALS = {
+    "index": (lambda m, a, y: y + _NETWORK[0].bias, "0.bias", "_NETWORK"),
+    "call": (lambda m, a, y: _NETWORK[1](y), "1.weight", "_NETWORK"),
+    "attribute": (lambda m, a, y: y + _HOLDER.network[0].bias, "0.bias", "_HOLDER"),
+    "another function": (lambda m, a, y: _helper(y), "0.bias", "_NETWORK"),
+    "inner function": (lambda m, a, y: [y + b for b in [_NETWORK[0].bias]][0], "0.bias", "_N"),
+}
+
+
+@pytest.mark.parametrize(("hook", "name", "variable"), GLOBALS.values(), ids=GLOBALS)
+def test_functions_that_read_parameters_by_a_global_are_named(hook, name, variable):
+    handle = _NETWORK[1].register_forward_hook(hook)
+    try:
+        with pytest.raises(ModuleError, match=rf"reads its parameter {name} through.*`{variable}"):
+            from_torch(_NETWORK)
+    finally:
+        handle.remove()
+
+
+def test_methods_that_read_parameters_by_a_variable_are_named():
+    layer = torch.nn.Linear(3, 3)
+
+    class Local(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return x @ layer.weight
+
+    with pytest.raises(ModuleError, match=r"Local.forward` reads its parameter layer.weight"):
+        from_torch(Local())
+
+
+def _counts(m, a, y):
+    _HOLDER.calls += _NETWORK.training
+
+
+def test_functions_that_read_something_else_by_a_global_are_left_alone():
+    handle = _NETWORK[1].register_forward_hook(_counts)
+    try:
+        model, before = from_torch(_NETWORK), _HOLDER.calls
+        model(jnp.ones((1, 3)))
+        assert _HOLDER.calls > before
+    finally:
+        handle.remove()
+
+
+class Shared:
+    """An object of which there is one, so that copies have the original's parameters."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+def test_objects_that_are_not_copied_are_named():
+    module = TwoLayers()
+    module.helper = {"a": Shared([module.encoder.weight])}
+    with pytest.raises(ModuleError, match=r"`helper\['a'\]` leads to its parameters.*Shared"):
+        from_torch(module)
+
+
+# What is no parameter is no parameter.
+
+
+def test_tensors_that_are_not_registered_are_constants():
+    """torch does not train them either: they are not among `parameters()`."""
+    module, own = TwoLayers(), torch.nn.Parameter(torch.ones(3))
+    module.held = (own,)
+    module.decoder.register_forward_hook(lambda m, a, y: y * module.held[0] + module.encoder.bias)
+    model = from_torch(module)
+    x = torch.randn(2, 3)
+    before = module(x).detach()
+    with torch.no_grad():
+        own.zero_()
+    assert sorted(model.params) == sorted(name for name, _ in module.named_parameters())
+    assert_trees_equal(model(t2j(x)), before, rtol=1e-5)
+
+
+def test_hooks_go_on_to_write_to_what_is_the_user_s():
+    module, seen = TwoLayers(), []
+    module.decoder.register_forward_hook(lambda m, a, y: seen.append(y.shape))
+    module.encoder.register_forward_hook(
+        lambda m, a, y: seen.append(y.shape) or y + module.decoder.bias
+    )
+    model = from_torch(module)
+    for _ in range(2):
+        seen.clear()
+        model(jnp.ones((2, 3)))
+        assert len(seen) >= 2

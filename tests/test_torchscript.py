@@ -15,7 +15,9 @@ from .helpers import assert_trees_equal
 from .potentials import loaded, Potential
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.torch.jit", "ignore::DeprecationWarning", "ignore:The TorchScript type system"
+)
 needs_e3nn = pytest.mark.skipif(not importlib.util.find_spec("e3nn"), reason="e3nn is missing")
 
 
@@ -148,6 +150,7 @@ def test_potentials_are_trained_on_forces(make, jit):
 
     transform = optax.adam(1e-2)
 
+    @jax.numpy_dtype_promotion("standard")
     def step(model, moments, x):
         loss, grads = eqx.filter_value_and_grad(loss_fn)(model, x)
         updates, moments = transform.update(grads.params, moments)

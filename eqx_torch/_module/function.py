@@ -190,6 +190,7 @@ class ModuleFunction(TorchFunction):
     @contextlib.contextmanager
     def trial(self, watch: Watch) -> Iterator[Callable[[Sequence[Any], Mapping[str, Any]], Any]]:
         skeleton = self.blueprint.pool(torch.device("cpu")).new()
+        modes = contextlib.ExitStack()
 
         def run(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             parameters, state, _, inference, *rest = args
@@ -197,6 +198,7 @@ class ModuleFunction(TorchFunction):
             skeleton.place_constants(_device(args, kwargs))
             _LayerNames(skeleton.module, watch)
             look = _Look(skeleton, parameters)
+            modes.enter_context(_unoptimised(skeleton.module))
             skeleton.bind(parameters, state)
             result = self._run(skeleton, rest, kwargs)
             new_state = skeleton.state()
@@ -225,7 +227,8 @@ class ModuleFunction(TorchFunction):
             self._left = written, numbers, changes.written
             return result, *new_state
 
-        yield run
+        with modes:
+            yield run
 
     def learn(self, site: Site, effects: Effects, watch: Watch) -> None:
         count = len(self.blueprint.parameters)
@@ -391,6 +394,12 @@ class _LayerNames:
 
     def _leaving(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         self._watch.place = self._outer.pop()
+
+
+def _unoptimised(module: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """TorchScript's optimiser, which compares constants, cannot where tensors have no values."""
+    scripted = any(isinstance(m, torch.jit.ScriptModule) for m in module.modules())
+    return torch.jit.optimized_execution(False) if scripted else contextlib.nullcontext()
 
 
 def _end(items: list[Callable[[], None]]) -> None:

@@ -37,6 +37,7 @@ _CLOSED = (
     *(CachedFunction, torch.Tensor, torch.jit.ScriptModule),
 )
 _PLAIN_CONTAINERS = frozenset([dict, list, tuple, set, frozenset, collections.OrderedDict])
+_ELEMENTS: tuple[Any, ...] = (list, tuple, set, frozenset, collections.deque)
 _OPEN_LIBRARIES = re.compile(r"(torch\.(nn|distributions)|types|collections)(\.|$)")
 _REGISTERED = re.compile(r"\._(?:parameters|buffers|modules)\['([^']*)'\]")
 # Recurrent layers make these anew with the parameters.
@@ -159,6 +160,12 @@ def is_atom(value: Any) -> bool:
     return isinstance(value, _ATOMS)
 
 
+def elements(container: Any) -> list[Any]:
+    """What is in a list, tuple, set or deque, whatever a subclass says is."""
+    kind = next(kind for kind in _ELEMENTS if isinstance(container, kind))
+    return list(kind.__iter__(container))
+
+
 def is_open(item: Any) -> bool:
     """Whether the attributes of an object are places: those of libraries are theirs alone."""
     cls = type(item)
@@ -172,18 +179,18 @@ def _inside(place: Place) -> Iterator[Place]:
     if isinstance(item, torch.jit.ScriptModule):
         yield from _inside_script(place, item)
     elif isinstance(item, dict):
-        for key, value in item.items():
+        for key, value in dict.items(item):
             if type(value) in _PLAIN:
                 continue
             yield Place(value, item, key, place, f"[{key!r}]" if isinstance(key, str) else "[...]")
     elif isinstance(item, list | collections.deque):
-        yield from (Place(v, item, i, place, f"[{i}]") for i, v in enumerate(item))
+        yield from (Place(v, item, i, place, f"[{i}]") for i, v in enumerate(elements(item)))
     elif isinstance(item, tuple | frozenset):
-        parts = _Remade(list(item), functools.partial(_remake, place, _like(item)))
-        yield from (Place(v, parts, i, place, f"[{i}]") for i, v in enumerate(item))
+        parts = _Remade(elements(item), functools.partial(_remake, place, _like(item)))
+        yield from (Place(v, parts, i, place, f"[{i}]") for i, v in enumerate(elements(item)))
     elif isinstance(item, set):
-        parts = _Remade(list(item), functools.partial(_refill, item))
-        yield from (Place(v, parts, i, place, "{...}") for i, v in enumerate(item))
+        parts = _Remade(elements(item), functools.partial(_refill, item))
+        yield from (Place(v, parts, i, place, "{...}") for i, v in enumerate(elements(item)))
     elif isinstance(item, types.CellType):
         if is_filled(item):
             yield Place(item.cell_contents, Attributes(item), "cell_contents", place)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .._reachable import CachedFunction
-from .places import Attributes, attributes_of, is_filled, is_open, Place
+from .places import Attributes, attributes_of, elements, is_filled, is_open, Place
 from .slots import Copy
 
 
@@ -139,7 +139,7 @@ def _contents(container: Any) -> Any:
     if isinstance(container, Attributes):
         _, names = attributes_of(container.item)
         return {name: container[name] for name in names}
-    return container.copy()
+    return dict(dict.items(container)) if isinstance(container, dict) else elements(container)
 
 
 def _refill(container: Any, contents: Any) -> None:
@@ -162,13 +162,7 @@ def _same_items(now: Any, before: Any) -> bool:
     if isinstance(now, dict):
         pairs = zip(now.items(), before.items(), strict=True)
         return all((a is c or a == c) and _same(b, d) for (a, b), (c, d) in pairs)
-    if isinstance(now, set):
-        return {id(x) for x in now} == {id(x) for x in before} or _equal_atoms(now, before)
     return all(map(_same, now, before))
-
-
-def _equal_atoms(now: set[Any], before: set[Any]) -> bool:
-    return all(isinstance(x, _NUMBERS) for x in (*now, *before)) and now == before
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -180,7 +174,7 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, str | bytes | bool | int | float | complex):
         return a == b
     if isinstance(a, tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return tuple.__len__(a) == tuple.__len__(b) and all(map(_same, elements(a), elements(b)))
     if isinstance(a, types.MethodType):
         return a.__self__ is b.__self__ and a.__func__ is b.__func__
     if isinstance(a, types.BuiltinMethodType):
