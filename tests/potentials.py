@@ -1,7 +1,7 @@
 """Interatomic potentials as people deploy them: scripted, traced or frozen, from a file.
 
-`TensorProduct` is generated code, as equivariant networks make it: an `torch.fx` graph for each list
-of instructions, compiled by TorchScript, with the coupling coefficients in buffers.
+`TensorProduct` is generated code, as equivariant networks make it: a graph of `torch.fx`, compiled
+by TorchScript, with the coupling coefficients in buffers.
 """
 
 import io

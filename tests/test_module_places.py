@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+
 from eqx_torch import from_torch, ModuleError, t2j, to_torch
 
 from .helpers import assert_trees_equal
@@ -130,6 +131,10 @@ class Holding(torch.nn.Module):
         return x * x.sum() * self.w + (w * w).sum()
 
 
+def _loss(model, x):
+    return jnp.sin(model(x)).sum()
+
+
 def assert_follows(make, x, names=("w",), transformed=True):
     """Values and gradients are those of torch, before and after an update."""
     model = from_torch(make())
@@ -139,13 +144,13 @@ def assert_follows(make, x, names=("w",), transformed=True):
         y = module(v)
         parameters = [dict(module.named_parameters())[name] for name in names]
         wanted = torch.autograd.grad(y.sin().sum(), [*parameters, v], allow_unused=True)
-        wanted = [torch.zeros_like(p) if g is None else g for p, g in zip([*parameters, v], wanted)]
+        pairs = zip([*parameters, v], wanted, strict=True)
+        wanted = [torch.zeros_like(p) if g is None else g for p, g in pairs]
         for run in (lambda f: f, eqx.filter_jit)[: 1 + transformed]:
-            loss = lambda model, x: jnp.sin(model(x)).sum()  # noqa: E731
             assert_trees_equal(run(lambda m, x: m(x))(model, x), y.detach(), rtol=1e-5)
-            grads = run(eqx.filter_grad(loss))(model, jnp.asarray(x))
+            grads = run(eqx.filter_grad(_loss))(model, jnp.asarray(x))
             got = [grads.params[name] for name in names]
-            got.append(run(jax.grad(lambda x, m: loss(m, x)))(jnp.asarray(x), model))
+            got.append(run(jax.grad(lambda x, m: _loss(m, x)))(jnp.asarray(x), model))
             assert_trees_equal(got, wanted, rtol=1e-4, atol=1e-5)
         if transformed:
             batch = jax.vmap(model)(np.stack([x, 2 * x]))
@@ -339,7 +344,7 @@ GLOBALS = {
     "call": (lambda m, a, y: _NETWORK[1](y), "1.weight", "_NETWORK"),
     "attribute": (lambda m, a, y: y + _HOLDER.network[0].bias, "0.bias", "_HOLDER"),
     "another function": (lambda m, a, y: _helper(y), "0.bias", "_NETWORK"),
-    "inner function": (lambda m, a, y: [y + b for b in [_NETWORK[0].bias]][0], "0.bias", "_N"),
+    "inner function": (lambda m, a, y: sum(y + _NETWORK[0].bias for _ in range(1)), "0.bias", "_N"),
 }
 
 

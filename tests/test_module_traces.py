@@ -1,4 +1,4 @@
-"""What a forward leaves on its module: nothing that a later call would see, and never in silence."""
+"""What a forward leaves on its module: nothing that a later call would see, and not in silence."""
 
 import functools
 import weakref
@@ -10,8 +10,9 @@ import numpy as np
 import optax
 import pytest
 import torch
-from eqx_torch import from_torch
 from jax.sharding import PartitionSpec as P
+
+from eqx_torch import from_torch
 
 from .helpers import assert_trees_equal
 
@@ -189,9 +190,8 @@ def test_counters_are_named_and_the_same_for_every_call(kind, attribute):
     (one,) = warned
     assert f"`{kind.__name__}` changes its attribute {attribute} (from 0 to 1)" in str(one.message)
     with jax.set_mesh(jax.make_mesh((4,), ("x",))):
+        sharded, xs = from_torch(kind(), out_specs=P("x")), jax.device_put(x, P("x"))
         with pytest.warns(UserWarning, match="changes its attribute"):
-            sharded = from_torch(kind(), out_specs=P("x"))
-            xs = jax.device_put(x, P("x"))
             assert_trees_equal(sharded(xs), x)
         for _ in range(3):
             assert_trees_equal(jax.jit(lambda x: sharded(x))(xs), x)
@@ -350,7 +350,6 @@ def test_a_projection_in_the_loop_trains_as_in_torch():
     module = InPlace()
     with pytest.warns(UserWarning, match="writes to its parameter"):
         model = from_torch(InPlace(), X)
-        model(X)
     optimiser = torch.optim.SGD(module.parameters(), 0.1)
     transform = optax.sgd(0.1)
     state = transform.init(model.params)

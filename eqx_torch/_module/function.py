@@ -279,8 +279,8 @@ class ModuleFunction(TorchFunction):
     def _written_parameter(self, name: str) -> str:
         layer = dict(self.blueprint.module.named_modules()).get(name.rpartition(".")[0])
         return (
-            f"the forward of `{self.name}` writes to its parameter {name}, but a call cannot change "
-            "a model in JAX: it computes with what torch would write, and the next call starts "
+            f"the forward of `{self.name}` writes to its parameter {name}, but a call cannot "
+            "change a model in JAX: it computes with what torch would write, and the next call starts "
             "from the old values again. Write them in the training loop, after "
             f'`optax.apply_updates`: `model = eqx.tree_at(lambda m: m.params["{name}"], model, '
             f"replace_fn={projection(layer)})`."
@@ -316,7 +316,7 @@ def first(names: Sequence[str]) -> str:
 
 
 class _Look:
-    """A call of a skeleton of which is to be seen what it leaves behind; made before it is bound."""
+    """A call of which is to be seen what it leaves behind; made before its skeleton is bound."""
 
     def __init__(self, skeleton: Skeleton, parameters: Sequence[torch.Tensor]) -> None:
         skeleton.trace  # noqa: B018
@@ -353,8 +353,8 @@ def _changed_number(name: str, attribute: str, old: Any, new: Any) -> str:
 
 def _written_tensor(name: str, path: str) -> str:
     return (
-        f"the forward of `{name}` writes to its tensor {path}, which is no buffer, but each call of "
-        "a converted module starts from the module as it was converted. Register it "
+        f"the forward of `{name}` writes to its tensor {path}, which is no buffer, but each call "
+        "of a converted module starts from the module as it was converted. Register it "
         "(`self.register_buffer`), and it becomes state."
     )
 

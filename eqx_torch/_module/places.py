@@ -41,7 +41,7 @@ _ELEMENTS: tuple[Any, ...] = (list, tuple, set, frozenset, collections.deque)
 _OPEN_LIBRARIES = re.compile(r"(torch\.(nn|distributions)|types|collections)(\.|$)")
 _REGISTERED = re.compile(r"\._(?:parameters|buffers|modules)\['([^']*)'\]")
 # Recurrent layers make these anew with the parameters.
-_RECURRENT = "._flat_weight_refs"
+_RECURRENT = "_flat_weight_refs"
 
 
 class Place(NamedTuple):
@@ -171,7 +171,11 @@ def is_open(item: Any) -> bool:
     cls = type(item)
     if cls in _PLAIN_CONTAINERS or issubclass(cls, _CLOSED):
         return False
-    return issubclass(cls, torch.nn.Module) or not is_library(cls.__module__) or bool(_OPEN_LIBRARIES.match(cls.__module__))
+    return (
+        issubclass(cls, torch.nn.Module)
+        or not is_library(cls.__module__)
+        or bool(_OPEN_LIBRARIES.match(cls.__module__))
+    )
 
 
 def _inside(place: Place) -> Iterator[Place]:
@@ -205,7 +209,9 @@ def _inside(place: Place) -> Iterator[Place]:
         yield Place(getattr(item, "__func__", None), None, None, place)
     elif isinstance(item, weakref.ref):
         target = item()
-        if isinstance(target, torch.Tensor) and place.outer.step != _RECURRENT:
+        if isinstance(target, torch.Tensor) and not place.path.rpartition("[")[0].endswith(
+            _RECURRENT
+        ):
             parts = _Remade([target], functools.partial(_remake, place, _weakly))
             yield Place(target, parts, 0, place, "()")
     elif isinstance(item, types.FunctionType):
@@ -258,7 +264,9 @@ def _remake(place: Place, make: Callable[[list[Any]], Any], parts: list[Any]) ->
 
 
 def _like(old: Any) -> Callable[[list[Any]], Any]:
-    kind = tuple if isinstance(old, tuple) else frozenset  # named tuples take their parts one by one
+    kind = (
+        tuple if isinstance(old, tuple) else frozenset
+    )  # named tuples take their parts one by one
     return functools.partial(kind.__new__, type(old))
 
 

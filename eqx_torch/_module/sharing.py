@@ -77,7 +77,9 @@ def views(
             continue
         known = found.get(id(view))
         if id(view) in registered or known is not None or not _is_view(view, owner):
-            raise ModuleError(_refusal(name, owner_name, owner, view_name, view, id(view) in registered))
+            raise ModuleError(
+                _refusal(name, owner_name, owner, view_name, view, id(view) in registered)
+            )
         found[id(view)] = _view(view, owner, positions[id(owner)])
     return found
 
@@ -136,7 +138,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _intersect(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether tensors whose extents intersect have elements in common."""
-    if _is_dense(a) and _is_dense(b) or a.element_size() != b.element_size():
+    if (_is_dense(a) and _is_dense(b)) or a.element_size() != b.element_size():
         return True
     return bool(torch.isin(_elements(a), _elements(b)).any())
 

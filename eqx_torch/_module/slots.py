@@ -121,9 +121,7 @@ class _Graph:
         self._check_copied(memo)
         return new
 
-    def _shell(
-        self, function: types.FunctionType, memo: dict[int, Any]
-    ) -> types.FunctionType:
+    def _shell(self, function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
         """A copy of a function whose variables are still empty."""
         closure = function.__closure__ and tuple(
             memo.setdefault(id(c), types.CellType()) if self._is_own(c) else c
@@ -138,7 +136,7 @@ class _Graph:
 
     def _is_own(self, cell: types.CellType) -> bool:
         """Whether a variable is to be copied; what else it holds is the user's, to be looked at."""
-        return id(cell) in self._leading or is_filled(cell) and is_atom(cell.cell_contents)
+        return id(cell) in self._leading or (is_filled(cell) and is_atom(cell.cell_contents))
 
     def _furnish(self, old: types.FunctionType, memo: dict[int, Any]) -> None:
         new = memo[id(old)]
@@ -235,7 +233,7 @@ def _fulfil(new: torch.nn.Module, memo: dict[int, Any]) -> None:
 
 def _copy_scripted(old: torch.nn.Module, new: torch.nn.Module, tensors: Mapping[int, Any]) -> None:
     """TorchScript copies its modules in C++, where no memo is consulted."""
-    counterparts = dict(new.named_modules(remove_duplicate=False))
+    counterparts: dict[str, Any] = dict(new.named_modules(remove_duplicate=False))
     for name, part in old.named_modules(remove_duplicate=False):
         if isinstance(part, torch.jit.ScriptModule):
             old_tensors, new_tensors = ScriptAttributes(part), ScriptAttributes(counterparts[name])

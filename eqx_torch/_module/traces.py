@@ -124,9 +124,8 @@ def _held_in(places: Sequence[Place]) -> Iterator[_Held]:
         if id(item) in seen:
             continue
         seen.add(id(item))
-        if isinstance(item, dict | list | set | collections.deque):
-            yield _Held(place, item, _contents(item))
-        elif isinstance(item, types.CellType) and is_filled(item):
+        is_variable = isinstance(item, types.CellType) and is_filled(item)
+        if is_variable or isinstance(item, dict | list | set | collections.deque):
             yield _Held(place, item, _contents(item))
         if is_open(item) and not isinstance(item, tuple):
             container, _ = attributes_of(item)

@@ -129,7 +129,7 @@ def _read_in(code: types.CodeType, scope: Mapping[str, Any]) -> Iterator[tuple[s
 
 
 def _is_subscript(step: dis.Instruction) -> bool:
-    return step.opname == "BINARY_SUBSCR" or step.opname == "BINARY_OP" and step.argrepr == "[]"
+    return step.opname == "BINARY_SUBSCR" or (step.opname == "BINARY_OP" and step.argrepr == "[]")
 
 
 def _attribute(value: Any, name: str) -> Any:
