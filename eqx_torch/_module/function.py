@@ -280,8 +280,8 @@ class ModuleFunction(TorchFunction):
         layer = dict(self.blueprint.module.named_modules()).get(name.rpartition(".")[0])
         return (
             f"the forward of `{self.name}` writes to its parameter {name}, but a call cannot "
-            "change a model in JAX: it computes with what torch would write, and the next call starts "
-            "from the old values again. Write them in the training loop, after "
+            "change a model in JAX: it computes with what torch would write, and the next call "
+            "starts from the old values again. Write them in the training loop, after "
             f'`optax.apply_updates`: `model = eqx.tree_at(lambda m: m.params["{name}"], model, '
             f"replace_fn={projection(layer)})`."
         )
