@@ -56,6 +56,8 @@ from torch._C import (
     DispatchKeySet,
 )
 from torch._C._functorch import (
+    # What memory a tensor has is not to be asked of a wrapper; no public name tells wrappers.
+    is_functorch_wrapped_tensor as is_functorch_wrapped_tensor,
     # Batching rules are missing for some operators that take a generator, which matters but then.
     peek_interpreter_stack as _peek_interpreter_stack,
 )
@@ -93,6 +95,7 @@ __all__ = [
     "TorchDispatchMode",
     "any_autocast",
     "from_dlpack",
+    "is_functorch_wrapped_tensor",
     "set_forward_grad_enabled",
     "set_grad_enabled",
     "torch_function_modes",

@@ -20,7 +20,11 @@ import torch
 from .._annotations import strip_checkers
 from .._dtypes import canonical_dtype, dtype_j2t, is_inexact
 from .fingerprint import digest, fingerprint
-from .slots import buffer_slot, copied, fill, slots_of
+from .layers import is_training, set_training
+from .places import walk
+from .sharing import View, views
+from .slots import buffer_slot, copied, fill
+from .traces import Trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,20 +65,24 @@ class Blueprint:
         all_names = names.parameters + names.state + names.constants
         stand_ins = [*self.parameters, *self.state, *self.constants]
         memo = {id(tensors[n]): new for n, new in zip(all_names, stand_ins, strict=True)}
-        self.module = copied(module, memo)
-        self.flags = tuple(m.training for m in self.module.modules())
+        found = _views(module, names, tensors)
+        self.views = list(found.values())
+        memo |= {key: view.placeholder for key, view in found.items()}
+        self.module = copied(module, memo).module
+        self.flags = tuple(map(is_training, self.module.modules()))
         self._pools: dict[torch.device, _Pool] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle: without the skeletons, and what was computed."""
-        kept = ("names", "parameters", "state", "constants", "precise", "module", "flags")
+        kept = ("names", "parameters", "state", "constants", "views", "precise", "module", "flags")
         return {**{name: getattr(self, name) for name in kept}, "_pools": {}}
 
     @functools.cached_property
     def key(self) -> Hashable:
         """Equal for equal blueprints."""
         named = [*self.parameters, *self.state]
-        placeholders = {id(t): ("tensor", i) for i, t in enumerate(named)}
+        placeholders: dict[int, Hashable] = {id(t): ("tensor", i) for i, t in enumerate(named)}
+        placeholders |= {id(v.placeholder): ("view", v.key) for v in self.views}
         precise = tuple((i, digest(t)) for i, t in self.precise.items())
         return fingerprint(self.module, placeholders), precise
 
@@ -121,15 +129,17 @@ class Skeleton:
 
     def __init__(self, blueprint: Blueprint, constants: Sequence[torch.Tensor]) -> None:
         self._blueprint = blueprint
+        self.parameter_names = blueprint.names.parameters
         self.constants = list(constants)
-        placeholders = [*blueprint.parameters, *blueprint.state]
-        memo: dict[int, Any] = {id(p): p for p in placeholders}
+        own = [*blueprint.parameters, *blueprint.state, *(v.placeholder for v in blueprint.views)]
+        memo: dict[int, Any] = {id(p): p for p in own}
         memo |= {id(old): new for old, new in zip(blueprint.constants, self.constants, strict=True)}
-        self.module = copied(blueprint.module, memo)
+        copy = copied(blueprint.module, memo)
+        self.module, self._copy = copy.module, copy
         strip_checkers(self.module)
-        slots = slots_of(self.module, placeholders)
-        self._parameter_slots = [slots[id(p)] for p in blueprint.parameters]
-        self._state_slots = [slots[id(p)] for p in blueprint.state]
+        self._parameter_slots = [copy.slots[id(p)] for p in blueprint.parameters]
+        self._state_slots = [copy.slots[id(p)] for p in blueprint.state]
+        self._view_slots = [copy.slots[id(v.placeholder)] for v in blueprint.views]
         self._constant_slots = [buffer_slot(self.module, n) for n in blueprint.names.constants]
         self._versions = [c._version for c in self.constants]
         self._inference: bool | None = None
@@ -138,23 +148,44 @@ class Skeleton:
         """Sets torch's train flags."""
         if inference != self._inference:
             flags = self._blueprint.training_flags(inference)
-            for module, flag in zip(self.module.modules(), flags, strict=True):
-                module.training = flag
+            set_training(self.module, flags)
             self._inference = inference
+            if "trace" in vars(self):
+                self.trace.note_modes()
+
+    @functools.cached_property
+    def trace(self) -> Trace:
+        """What calls leave behind. To be asked for first while there is nothing."""
+        blueprint = self._blueprint
+        own = [*blueprint.parameters, *blueprint.state, *(v.placeholder for v in blueprint.views)]
+        return Trace(self._copy, [*own, *self.constants])
 
     def bind(self, parameters: Sequence[torch.Tensor], state: Sequence[torch.Tensor]) -> None:
         """Puts tensors in place of the parameters and of the changing buffers."""
         fill(self._parameter_slots, parameters)
         fill(self._state_slots, state)
+        if self._view_slots:
+            owners = [*parameters, *state]
+            fill(self._view_slots, [v.of(owners[v.owner]) for v in self._blueprint.views])
 
     def unbind(self) -> None:
         """Takes them out, so that nothing keeps or reads memory that is XLA's."""
         fill(self._parameter_slots, self._blueprint.parameters)
         fill(self._state_slots, self._blueprint.state)
+        fill(self._view_slots, [v.placeholder for v in self._blueprint.views])
+
+    def overwritten(self, parameters: Sequence[torch.Tensor]) -> list[str]:
+        """The parameters in whose place the forward has put something else."""
+        pairs = zip(self._blueprint.names.parameters, self._parameter_slots, strict=True)
+        return [
+            name
+            for (name, ((container, key), *_)), bound in zip(pairs, parameters, strict=True)
+            if container.get(key) is not bound
+        ]
 
     def place_constants(self, device: torch.device) -> None:
         """Moves the constants of this skeleton, which no longer shares them with others."""
-        slots = slots_of(self.module, self.constants)
+        slots = self._copy.slots
         moved = [c.to(device) for c in self.constants]
         fill([slots[id(c)] for c in self.constants], moved)
         self.constants = moved
@@ -201,6 +232,20 @@ class _Pool:
 
 def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def _views(
+    module: torch.nn.Module, names: Names, tensors: dict[str, torch.Tensor]
+) -> dict[int, View]:
+    registered = set(map(id, tensors.values()))
+    others = {
+        place.path: place.value
+        for place in walk(module)
+        if isinstance(place.value, torch.Tensor) and id(place.value) not in registered
+    }
+    owners = {name: tensors[name] for name in names.parameters + names.state}
+    constants = {name: tensors[name] for name in names.constants}
+    return views(type(module).__name__, owners, constants, others)
 
 
 def _placeholder(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,8 +22,9 @@ from .._shapes import OutputShapes
 from .blueprint import Blueprint, Names
 from .core import Core, Options, signature_of
 from .function import ModuleFunction
-from .layers import changing_buffers, check_convertible, check_shards
+from .layers import changing_buffers, check_convertible, check_shards, is_training
 from .module import TorchModule
+from .variables import check_variables
 
 
 def from_torch(
@@ -90,6 +91,7 @@ def from_torch(
         _check_has_state(module, state, at_making=called_by_make_with_state())
         return _with_options(module, options, example_args, example_kw)
     check_convertible(module)
+    check_variables(module)
     if out_specs is not None:
         check_shards(module)
     _check_method(module, method)
@@ -105,11 +107,11 @@ def from_torch(
     model = TorchModule(
         params={n: owned(tensors[n]) for n in names.parameters},
         buffers=eqx.nn.StateIndex(buffers) if buffers else None,
-        inference=not module.training,
+        inference=not is_training(module),
         core=core,
     )
     if examples is not None:
-        calls = _as_called(core.blueprint, not module.training, example_args, example_kw)
+        calls = _as_called(core.blueprint, not is_training(module), example_args, example_kw)
         calls.infer(core.infer)
     return model
 
@@ -175,6 +177,7 @@ def _found_changing(
         residuals="recompute",
         compiled=Compiled(),
     )
+    function.tells = False  # the model's own function will
     calls = _as_called(blueprint, False, example_args, example_kw)
     calls.infer(lambda site, specs: probe(function, site, specs))
     return function.changed_state

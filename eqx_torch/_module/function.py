@@ -9,7 +9,8 @@ and of adjoint solvers reads the module again, and must find the parameters of t
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,9 +30,11 @@ from .._program import (
     VmapMethod,
 )
 from .._trees import flatten, flatten_result, Structure
-from .._watch import Draws, untouched, Watch
+from .._watch import Draws, Watch
 from .blueprint import Blueprint, Skeleton
+from .layers import projection
 from .rng import seeded
+from .traces import Changes
 
 
 _CPU = torch.device("cpu")
@@ -44,6 +47,7 @@ class ModuleFunction(TorchFunction):
     Attributes:
         draws: for each call site without a seed, the layers that drew random numbers.
         changed_state: the buffers that the last trial changed.
+        tells: whether it warns of what calls leave behind.
     """
 
     randomness = "same"
@@ -77,8 +81,13 @@ class ModuleFunction(TorchFunction):
         self.own_inputs = len(blueprint.parameters) + len(blueprint.state)
         self.draws: dict[Site, tuple[str, ...]] = {}
         self.changed_state: set[str] = set()
+        self.tells = True
         self._held = _Held()
         self._quiet: set[bool] = set()
+        # What calls at each site leave behind, by whether torch.func transforms them.
+        self._habits: dict[Site, dict[bool, Changes]] = {}
+        self._left: tuple[Any, Any, Any] = ((), (), ())  # by the last trial
+        self._told: set[str] = set()
 
     def _key(self) -> Hashable:
         own = self.blueprint, self.method, self.lock
@@ -93,34 +102,51 @@ class ModuleFunction(TorchFunction):
         return hash(self._key())
 
     def prepared(self, site: Site) -> Callable[[Tensors, bool], Any]:
-        parameters = len(self.blueprint.parameters)
-        state = parameters + len(self.blueprint.state)
+        count = len(self.blueprint.parameters)
+        state = count + len(self.blueprint.state)
         mode = site.statics[state + 1]
         assert mode is not None
         has_seed, inference, rest = self.draws_at(site), mode.value, site.rest(self.own_arguments)
-        keeping = True
+        habits = self._habits.setdefault(site, {})
 
         def call(arrays: Tensors, functional: bool) -> Any:
-            nonlocal keeping
             pool = self.blueprint.pool(arrays[0].device if arrays else _CPU)
             skeleton = pool.borrow()
             skeleton.set_mode(inference)
             args, kwargs = rest.arguments(arrays[state + has_seed :])
-            skeleton.bind(arrays[:parameters], [b.clone() for b in arrays[parameters:state]])
+            parameters = arrays[:count]
+            # To look for what a call leaves behind takes long, and one look tells whether it does.
+            usual = habits.get(functional)
+            look = _Look(skeleton, parameters) if usual is None or usual else None
+            effects = self.findings.effects_at(site) if usual is None else None
+            tried = effects is None or effects.written is not None
+            skeleton.bind(parameters, [b.clone() for b in arrays[count:state]])
             self._held.items.append(skeleton.unbind)
-            # Wrappers of torch.func die with the transformation, so a layer must not keep one.
-            # To look for them takes long, and one look tells whether a layer keeps anything.
-            restoring = untouched(skeleton.module) if functional and keeping else None
-            with restoring or _UNCHANGED:
-                with self._seeding(arrays[state]) if has_seed else self._unseeded(inference):
-                    result = self._run(skeleton, args, kwargs)
-                new_state = skeleton.state()
-            if restoring is not None:
-                keeping = restoring.changed
+            with self._seeding(arrays[state]) if has_seed else self._unseeded(inference):
+                result = self._run(skeleton, args, kwargs)
+            new_state = skeleton.state()
             changed = skeleton.changed_constants()
             if changed:
                 raise ModuleError(self._changed_constants(changed))
-            self._held.items.append(lambda: pool.give_back(skeleton))
+            if look is None:
+                self._held.items.append(lambda: pool.give_back(skeleton))
+                return result, *new_state
+            written = look.written() if usual is None and not functional else []
+
+            def end() -> None:
+                changes = skeleton.trace.changes(usual)
+                numbers = skeleton.trace.numbers(changes)
+                skeleton.trace.put_back(changes)
+                if not changes.written:
+                    pool.give_back(skeleton)
+                if usual is None:
+                    habits[functional] = changes
+                    # Where there was no trial, the first run was on copies and compared them.
+                    compared = () if tried else self._written_at(site)
+                    untried = [n for n in numbers if n[-1] not in _sizes(arrays)] * (not tried)
+                    self._tell(dict.fromkeys([*written, *compared]), untried, changes.written)
+
+            self._held.items.append(end)
             return result, *new_state
 
         return call
@@ -168,13 +194,16 @@ class ModuleFunction(TorchFunction):
     @contextlib.contextmanager
     def trial(self, watch: Watch) -> Iterator[Callable[[Sequence[Any], Mapping[str, Any]], Any]]:
         skeleton = self.blueprint.pool(torch.device("cpu")).new()
+        modes = contextlib.ExitStack()
 
         def run(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             parameters, state, _, inference, *rest = args
             skeleton.set_mode(inference)
             skeleton.place_constants(_device(args, kwargs))
-            skeleton.bind(parameters, state)
             _LayerNames(skeleton.module, watch)
+            look = _Look(skeleton, parameters)
+            modes.enter_context(_unoptimised(skeleton.module))
+            skeleton.bind(parameters, state)
             result = self._run(skeleton, rest, kwargs)
             new_state = skeleton.state()
             triples = zip(self.blueprint.names.state, state, new_state, strict=True)
@@ -186,9 +215,24 @@ class ModuleFunction(TorchFunction):
             changed = [name for name, c in pairs if watch.wrote(c) or name in replaced]
             if changed:
                 raise ModuleError(self._changed_constants(changed))
+            pairs = zip(self.blueprint.names.parameters, parameters, strict=True)
+            written = [name for name, p in pairs if watch.wrote(p)]
+            written += [name for name in look.written() if name not in written]
+            skeleton.unbind()
+            changes = skeleton.trace.changes()
+            numbers = skeleton.trace.numbers(changes)
+            if numbers:  # some are set once for all, others are another number with every call
+                skeleton.bind(parameters, state)
+                with contextlib.suppress(Exception):
+                    self._run(skeleton, rest, kwargs)
+                skeleton.unbind()
+                again = {path: new for path, _, new in skeleton.trace.numbers(changes)}
+                numbers = [number for number in numbers if again.get(number[0]) != number[2]]
+            self._left = written, numbers, changes.written
             return result, *new_state
 
-        yield run
+        with modes:
+            yield run
 
     def learn(self, site: Site, effects: Effects, watch: Watch) -> None:
         count = len(self.blueprint.parameters)
@@ -197,6 +241,7 @@ class ModuleFunction(TorchFunction):
         written = (effects.written or frozenset()).difference(state)
         self.findings.note(site, dataclasses.replace(effects, written=written))
         self.draws[site] = tuple(dict.fromkeys(watch.random))
+        self._tell(*self._left)
 
     def _run(self, skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.method == "forward":
@@ -214,6 +259,36 @@ class ModuleFunction(TorchFunction):
         if draws.any:
             raise ModuleError(missing_key(self.name, []))
         self._quiet.add(inference)
+
+    def _written_at(self, site: Site) -> list[str]:
+        """The parameters that calls are known to write to."""
+        written = self.findings.effects_at(site).written or frozenset()
+        return [name for i, name in enumerate(self.blueprint.names.parameters) if i in written]
+
+    def _tell(
+        self,
+        written: Iterable[str],
+        numbers: Sequence[tuple[str, Any, Any]],
+        loose: Sequence[str],
+    ) -> None:
+        """Warns, once, of what torch would keep from one call to the next and JAX does not."""
+        texts = {name: self._written_parameter(name) for name in written}
+        texts |= {number[0]: _changed_number(self.name, *number) for number in numbers}
+        texts |= {path: _written_tensor(self.name, path) for path in loose}
+        for path, text in texts.items():
+            if self.tells and path not in self._told:
+                self._told.add(path)
+                warnings.warn(text, stacklevel=2)
+
+    def _written_parameter(self, name: str) -> str:
+        layer = dict(self.blueprint.module.named_modules()).get(name.rpartition(".")[0])
+        return (
+            f"the forward of `{self.name}` writes to its parameter {name}, but a call cannot "
+            "change a model in JAX: it computes with what torch would write, and the next call "
+            "starts from the old values again. Write them in the training loop, after "
+            f'`optax.apply_updates`: `model = eqx.tree_at(lambda m: m.params["{name}"], model, '
+            f"replace_fn={projection(layer)})`."
+        )
 
     def _seeding(self, seed: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         return seeded(seed, self._held.random.append)
@@ -242,6 +317,50 @@ def missing_key(name: str, layers: Sequence[str]) -> str:
 def first(names: Sequence[str]) -> str:
     """The names, or the first of them if there are many."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+class _Look:
+    """A call of which is to be seen what it leaves behind; made before its skeleton is bound."""
+
+    def __init__(self, skeleton: Skeleton, parameters: Sequence[torch.Tensor]) -> None:
+        skeleton.trace  # noqa: B018
+        self._skeleton = skeleton
+        self._parameters = parameters
+        self._before = [_memory(p) for p in parameters]
+
+    def written(self) -> list[str]:
+        """The parameters that are others now."""
+        skeleton, parameters = self._skeleton, self._parameters
+        names = skeleton.overwritten(parameters)
+        triples = zip(skeleton.parameter_names, parameters, self._before, strict=True)
+        return names + [n for n, p, before in triples if _memory(p) != before and n not in names]
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, int]:
+    """Where a tensor's contents are, and how often they were written to."""
+    return tensor.untyped_storage()._cdata, tensor._version
+
+
+def _sizes(leaves: Sequence[Any]) -> set[int]:
+    """The sizes of tensors."""
+    return {n for x in leaves if isinstance(x, torch.Tensor) for n in x.shape}
+
+
+def _changed_number(name: str, attribute: str, old: Any, new: Any) -> str:
+    return (
+        f"the forward of `{name}` changes its attribute {attribute} (from {old!r} to {new!r}), but "
+        "each call of a converted module starts from the module as it was converted, so that this "
+        "is the same change every time. Pass what changes from call to call (a count, a schedule) "
+        "as an argument, or keep it in a buffer, which becomes state."
+    )
+
+
+def _written_tensor(name: str, path: str) -> str:
+    return (
+        f"the forward of `{name}` writes to its tensor {path}, which is no buffer, but each call "
+        "of a converted module starts from the module as it was converted. Register it "
+        "(`self.register_buffer`), and it becomes state."
+    )
 
 
 class _Held(threading.local):
@@ -279,6 +398,12 @@ class _LayerNames:
 
     def _leaving(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         self._watch.place = self._outer.pop()
+
+
+def _unoptimised(module: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """TorchScript's optimiser, which compares constants, cannot where tensors have no values."""
+    scripted = any(isinstance(m, torch.jit.ScriptModule) for m in module.modules())
+    return torch.jit.optimized_execution(False) if scripted else contextlib.nullcontext()
 
 
 def _end(items: list[Callable[[], None]]) -> None:

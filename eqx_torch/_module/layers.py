@@ -40,10 +40,31 @@ def drawing_layers(module: torch.nn.Module, training: Sequence[bool]) -> list[st
     ]
 
 
+def is_training(module: torch.nn.Module) -> bool:
+    """torch's train flag, which frozen TorchScript has lost."""
+    return getattr(module, "training", False)
+
+
+def set_training(module: torch.nn.Module, flags: Sequence[bool]) -> None:
+    """Sets the train flag of each submodule that has one."""
+    for submodule, flag in zip(module.modules(), flags, strict=True):
+        if hasattr(submodule, "training"):
+            submodule.training = flag
+
+
 def computed_by_hooks(layer: torch.nn.Module) -> list[str]:
     """The attributes of a layer that torch's hooks compute from parameters before each call."""
     hooks = layer._forward_pre_hooks.values()
     return [h.name for h in hooks if isinstance(h, SpectralNorm | WeightNorm)]
+
+
+def projection(layer: torch.nn.Module | None) -> str:
+    """The source of what a layer does to its weight, for messages, or an example of it."""
+    limit = getattr(layer, "max_norm", None)
+    if not isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag) or limit is None:
+        return "lambda w: jnp.clip(w, 0)"
+    norm = f"jnp.linalg.norm(w, {layer.norm_type:g}, axis=1, keepdims=True)"
+    return f"lambda w: w * jnp.minimum(1, {limit:g} / {norm})"
 
 
 def check_convertible(module: torch.nn.Module) -> None:

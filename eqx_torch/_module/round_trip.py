@@ -15,6 +15,7 @@ from .blueprint import Blueprint, Names
 from .convert import owned
 from .core import Core
 from .function import first
+from .layers import set_training
 from .module import misshapen, TorchModule
 from .slots import copied
 
@@ -138,10 +139,10 @@ def _torch_module(model: TorchModule, state: eqx.nn.State | None) -> torch.nn.Mo
         with torch.no_grad():
             new.copy_(j2t(np.asarray(jax.device_get(array))))
         memo[id(old)] = torch.nn.Parameter(new, old.requires_grad) if i < count else new
-    module = copied(blueprint.module, memo)
-    flags = blueprint.training_flags(bool(model.inference))
-    for submodule, flag in zip(module.modules(), flags, strict=True):
-        submodule.training = flag
+    owners = [memo[id(old)] for old in placeholders]
+    memo |= {id(view.placeholder): view.of(owners[view.owner]) for view in blueprint.views}
+    module = copied(blueprint.module, memo).module
+    set_training(module, blueprint.training_flags(bool(model.inference)))
     return module
 
 
