@@ -71,14 +71,25 @@ class Vmap(Derived):
         if findings.batching_fails or function.must_loop(self.leaf.site, self.in_axes):
             return self._looped(inputs)
         try:
-            if any(program not in findings.forward_mode for program in self.forward):
-                self._member(inputs, 0)
+            self._try_alone(inputs)
             return self._batched(inputs)
         except Exception as error:
             out = self._looped(inputs)
             findings.batching_fails = True
             warnings.warn(_LOOPED.format(name=self.leaf.function.name, error=error), stacklevel=2)
             return out
+
+    def _try_alone(self, inputs: Tensors) -> None:
+        """Runs one member without torch.func, which sees less, where derivatives are to be tried.
+
+        That is whether forward mode works, and whether autograd sees what it is to differentiate.
+        """
+        findings = self.leaf.function.findings
+        order = self.order and self.order + any(x.requires_grad for x in inputs)
+        unknown = any(program not in findings.forward_mode for program in self.forward)
+        if unknown or order > max(findings.tried_alone.get(self.inner, 0), 1):
+            self._member(inputs, 0)
+            findings.tried_alone[self.inner] = order
 
     def _batched(self, inputs: Tensors) -> list[torch.Tensor]:
         def member(*xs: torch.Tensor) -> Tensors:

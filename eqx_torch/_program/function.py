@@ -45,6 +45,8 @@ class Findings:
     Attributes:
         effects: for each call site, what is known of its effects.
         forward_mode: for each program that is computed in forward mode, whether torch can.
+        tried_alone: for each program that is batched, the order of derivatives, those that are
+            taken of it included, to which one member was run without a batch.
         writes_cotangents: whether its backward writes to the cotangents that it is given, None if
             that is not known.
         grad_is_refused: whether `torch.autograd.grad` was refused where `backward` is not.
@@ -55,6 +57,7 @@ class Findings:
     forward_mode: WeakKeyDictionary[Any, bool] = dataclasses.field(
         default_factory=WeakKeyDictionary
     )
+    tried_alone: WeakKeyDictionary[Any, int] = dataclasses.field(default_factory=WeakKeyDictionary)
     writes_cotangents: bool | None = None
     grad_is_refused: bool = False
     batching_fails: bool = False
