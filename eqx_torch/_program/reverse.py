@@ -17,7 +17,7 @@ from .._compat import run_backward
 from .._errors import EqxTorchError
 from .attention import explain_attention
 from .base import Derivative, pick, replaced, Tensors
-from .graph import is_users, nodes_behind
+from .graph import dense, is_users, nodes_behind, with_dense_gradient
 from .seen import is_seen, nearby, random_like, refuse_unseen, refusing_unseen
 from .tape import Tape
 
@@ -77,7 +77,9 @@ def functional_pullback(
 ) -> list[torch.Tensor]:
     """The pullback, by `torch.func`."""
     forward = restricted(vjp, primals, functional=True)
-    return list(torch.func.vjp(forward, *pick(primals, vjp.wrt))[1](tuple(cotangents)))
+    active = pick(primals, vjp.wrt)
+    grads = torch.func.vjp(forward, *active)[1](tuple(cotangents))
+    return [_dense(g, x) for g, x in zip(grads, active, strict=True)]
 
 
 def is_refusal(error: RuntimeError) -> bool:
@@ -99,7 +101,7 @@ def restricted(
 
 def leaf_of(x: torch.Tensor) -> torch.Tensor:
     """A new tensor to differentiate by, behind which outer derivatives still see `x`."""
-    return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+    return with_dense_gradient(x) if x.requires_grad else x.detach().requires_grad_()
 
 
 def requires_gradient(tensors: Tensors) -> bool:
@@ -176,7 +178,7 @@ def _gradients_of(
     except RuntimeError as error:
         explain_attention(error)
         raise
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True)]
+    return [_dense(g, x) for g, x in zip(grads, inputs, strict=True)]
 
 
 def _accumulated(outputs: Tensors, inputs: Tensors, cotangents: Tensors) -> list[torch.Tensor]:
@@ -188,4 +190,8 @@ def _accumulated(outputs: Tensors, inputs: Tensors, cotangents: Tensors) -> list
     if pairs:
         ys, us = zip(*pairs, strict=True)
         torch.autograd.backward(ys, us)
-    return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
+    return [_dense(x.grad, x) for x in inputs]
+
+
+def _dense(gradient: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(x) if gradient is None else dense(gradient)
