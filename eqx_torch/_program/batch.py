@@ -26,12 +26,16 @@ class Vmap(Derived):
 
     An input without an axis is the same for every member. An output without an axis is the sum
     over the members: summing is the adjoint of giving every member the same.
+
+    Attributes:
+        recordable: whether a forward of it may keep its graph.
     """
 
     inner: Program
     in_axes: Axes
     out_axes: Axes
     size: int
+    recordable: bool = True
 
     @functools.cached_property
     def ins(self) -> tuple[Spec, ...]:
