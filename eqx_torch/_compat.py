@@ -29,6 +29,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir, partial_eval
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from torch._C import (
+    # What `torch.autograd.grad(..., is_grads_batched=True)` makes of tensors, by an older `vmap` than
+    # `torch.func.vmap`, in which it may leave some behind.
+    _dispatch_keys,
+    _parse_dispatch_key,
     # Whether torch has a batching rule for an operator, which public names do not say.
     _dispatch_has_kernel_for_dispatch_key as _has_kernel,
     # `torch.from_dlpack` takes a capsule too, but is a Python function: 0.5 us more for each array.
@@ -87,6 +91,8 @@ CPU_ATTENTION = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
+
+_OLDER_BATCH = _parse_dispatch_key("Batched")
 
 _LIBRARY = torch.library.Library("aten", "IMPL")  # its registrations end with it
 
@@ -162,7 +168,10 @@ def batched(
         pairs = zip(inputs, in_axes, strict=True)
         members = [x if axis is None else _add_batch_dim(x, axis, level) for x, axis in pairs]
         outs = zip(function(*members), out_axes, strict=True)
-        return [_remove_batch_dim(y, level, size, axis) for y, axis in outs]
+        results = [_remove_batch_dim(y, level, size, axis) for y, axis in outs]
+    if any(_dispatch_keys(y).has(_OLDER_BATCH) for y in results):
+        raise RuntimeError("a batch of gradients (`is_grads_batched`) is not taken apart in another")
+    return results
 
 
 def register_batching_rule(operator: torch._ops.OpOverload, rule: Callable[..., Any]) -> None:

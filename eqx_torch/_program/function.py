@@ -215,13 +215,21 @@ class TorchFunction:
 
         python = self.python
 
+        keeping = True
+
         def call(arrays: Tensors, functional: bool) -> Any:
-            del functional
+            nonlocal keeping
             args, kwargs = site.arguments(arrays)
-            return python(*args, **kwargs)
+            if not (functional and keeping):
+                return python(*args, **kwargs)
+            # Wrappers of torch.func die with the transformation, so no cache must keep one.
+            # To look for them takes long, and one look tells whether the function has a cache.
+            with untouched(python) as restoring:
+                result = python(*args, **kwargs)
+            keeping = restoring.changed
+            return result
 
         def call_on_arrays(arrays: Tensors, functional: bool) -> Any:
-            del functional
-            return python(*arrays)
+            return call(arrays, True) if functional else python(*arrays)
 
         return call_on_arrays if site.is_positional else call
