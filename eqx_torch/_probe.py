@@ -20,7 +20,16 @@ import torch
 from ._compat import FakeTensorMode
 from ._dtypes import canonical_dtype, dtype_j2t, x64_enabled
 from ._errors import EqxTorchError, InputError, OutputError, ShapeError
-from ._program import dtype_hint, Effects, not_a_tensor, Site, Spec, TorchFunction
+from ._program import (
+    ask_for_gradients,
+    dtype_hint,
+    Effects,
+    not_a_tensor,
+    on_leaves,
+    Site,
+    Spec,
+    TorchFunction,
+)
 from ._swaps import Swaps
 from ._trees import flatten, leaf_paths, Structure
 from ._watch import Exposure, Watch
@@ -86,6 +95,21 @@ def _try(
     tensors: Callable[[], contextlib.AbstractContextManager[Exposure]],
     source: str,
 ) -> _Trial:
+    try:
+        return _try_once(function, site, in_specs, tensors, source)
+    except Exception as error:
+        if not ask_for_gradients(function, error):
+            raise
+    return _try_once(function, site, in_specs, tensors, source)
+
+
+def _try_once(
+    function: TorchFunction,
+    site: Site,
+    in_specs: Sequence[Spec],
+    tensors: Callable[[], contextlib.AbstractContextManager[Exposure]],
+    source: str,
+) -> _Trial:
     watch = Watch()
     with (
         function.lock_to_try() or contextlib.nullcontext(),
@@ -96,7 +120,7 @@ def _try(
     ):
         pairs = zip(in_specs, site.restored, strict=True)
         inputs = [_zeros(spec, dtype) for spec, dtype in pairs]
-        args, kwargs = site.arguments(inputs)
+        args, kwargs = site.arguments(on_leaves(function, inputs))
         try:
             with watch, Swaps() as swaps:
                 result = trial(args, kwargs)

@@ -140,6 +140,10 @@ class ModuleFunction(TorchFunction):
         position = len(self.blueprint.parameters) + len(self.blueprint.state)
         return site.statics[position] is None and in_axes[position] is not None
 
+    def may_require_gradient(self, i: int) -> bool:
+        own = self.blueprint.parameters
+        return i < len(own) and own[i].requires_grad
+
     def label(self, path: str) -> str:
         if not path.startswith("[0]"):
             return super().label(path)

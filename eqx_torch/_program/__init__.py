@@ -28,6 +28,7 @@ from .leaf import (
     not_a_tensor as not_a_tensor,
     write_error as write_error,
 )
+from .leaves import ask_for_gradients as ask_for_gradients, on_leaves as on_leaves
 from .record import Record as Record
 from .site import argument_name as argument_name, Site as Site, Static as Static
 from .tape import Kept as Kept, TAPES as TAPES

@@ -49,6 +49,7 @@ class Findings:
             taken of it included, to which one member was run without a batch.
         writes_cotangents: whether its backward writes to the cotangents that it is given, None if
             that is not known.
+        needs_gradients: whether it runs only on inputs that require gradients.
         grad_is_refused: whether `torch.autograd.grad` was refused where `backward` is not.
         batching_fails: whether `torch.func.vmap` has failed where a loop worked.
     """
@@ -59,6 +60,7 @@ class Findings:
     )
     tried_alone: WeakKeyDictionary[Any, int] = dataclasses.field(default_factory=WeakKeyDictionary)
     writes_cotangents: bool | None = None
+    needs_gradients: bool = False
     grad_is_refused: bool = False
     batching_fails: bool = False
 
@@ -185,6 +187,11 @@ class TorchFunction:
         named = [*named[self.own_inputs :], *named[: self.own_inputs]]
         rest = f", {len(named) - 8} more" if len(named) > 8 else ""
         return ", ".join(named[:8]) + rest if named else "no arrays"
+
+    def may_require_gradient(self, i: int) -> bool:
+        """Whether the input `i`, of a floating dtype, may require a gradient in torch."""
+        del i
+        return True
 
     def misfit(self, site: Site) -> str:
         """What is wrong with the number or the names of a call's arguments; nothing if right."""

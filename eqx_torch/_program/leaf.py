@@ -23,6 +23,7 @@ from .bits import same_bits
 from .declared import as_declared
 from .dtype_hints import dtype_hint
 from .function import Effects, TorchFunction
+from .leaves import retrying
 from .site import Site
 
 
@@ -202,7 +203,7 @@ class Leaf(Program):
 
     @functools.cached_property
     def _call(self) -> Callable[[Tensors, bool], Any]:
-        return self.function.prepared(self.site)
+        return retrying(self.function, self.function.prepared(self.site))
 
     @functools.cached_property
     def _effects(self) -> Effects:
