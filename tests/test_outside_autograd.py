@@ -65,12 +65,12 @@ DETOURS = {
     "in part": square(lambda g, x: g * x + g * torch.from_numpy(x.detach().numpy())),
 }
 
-X, V = jnp.array([1.0, 0.0, -3.0]), jnp.array([1.0, 2.0, -1.0])
+X, V = np.array([1.0, 0.0, -3.0]), np.array([1.0, 2.0, -1.0])
 FIRST = {
     "jvp": lambda f: jax.jvp(f, (X,), (V,))[1],
     "linearize": lambda f: jax.linearize(f, X)[1](V),
     "jacfwd": lambda f: jax.jacfwd(f)(X),
-    "a batch of jvp": lambda f: jax.vmap(lambda v: jax.jvp(f, (X,), (v,))[1])(jnp.stack([V, X])),
+    "a batch of jvp": lambda f: jax.vmap(lambda v: jax.jvp(f, (X,), (v,))[1])(np.stack([V, X])),
 }
 SECOND = {
     "hessian": lambda f: jax.hessian(lambda x: f(x).sum())(X),
@@ -79,7 +79,7 @@ SECOND = {
         lambda x: jax.grad(lambda x: jnp.sin(f(x)).sum())(x).sum()
     )(X),
     "a batch of hessians": lambda f: jax.vmap(jax.hessian(lambda x: f(x).sum()))(
-        jnp.stack([X, V])
+        np.stack([X, V])
     ),
 }
 REFUSAL = "cannot be differentiated (again|in forward mode)"
@@ -113,7 +113,7 @@ def test_the_first_gradient_is_right(name):
 @pytest.mark.parametrize("derivative", [*FIRST, *SECOND])
 @pytest.mark.parametrize(
     "function",
-    [RIGHT, square(lambda g, x: 2 * x * g, lambda ctx, t: 2 * ctx.saved_tensors[0].detach() * t)],
+    [RIGHT, square(lambda g, x: 2 * x * g, lambda ctx, t: (2 * ctx.saved_tensors[0] * t).detach())],
     ids=["right", "a tangent of detached tensors"],
 )
 def test_what_stays_in_autograd_is_right(function, derivative):
@@ -129,7 +129,18 @@ def test_a_hook_that_detaches():
         SECOND["grad of grad"](f)
 
 
-@pytest.mark.parametrize("info", autograd_function_db, ids=lambda info: info.name)
+# One is differentiated once only; the backward of the other adds what no gradient is a factor of.
+_WITHOUT_SECOND = {
+    "NumpyCubeNotComposableAutogradFunction",
+    "CubeGenVmapAutogradFunction",
+}
+
+
+@pytest.mark.parametrize(
+    "info",
+    [info for info in autograd_function_db if info.name not in _WITHOUT_SECOND],
+    ids=lambda info: info.name,
+)
 @pytest.mark.filterwarnings("ignore")
 def test_torchs_own_functions_are_not_refused(info):
     """Some of which go through NumPy, in forwards that have a backward."""
@@ -184,9 +195,8 @@ _INDICES = torch.tensor([[0, 1, 1], [1, 0, 2]])
 
 def test_values_of_a_sparse_matrix():
     dense = torch.arange(12.0, dtype=torch.float64).reshape(3, 4) / 7
-    f = torch2jax(
-        lambda v: v.sum() + torch.sparse.mm(torch.sparse_coo_tensor(_INDICES, v, (2, 3)), dense)
-    )
+    matrix = lambda v: torch.sparse_coo_tensor(_INDICES, v, (2, 3), check_invariants=False)  # noqa: E731
+    f = torch2jax(lambda v: v.sum() + torch.sparse.mm(matrix(v), dense))
     rows, columns = _INDICES.numpy()
     expected = lambda v: v.sum() + jnp.zeros((2, 3)).at[rows, columns].set(v) @ dense.numpy()  # noqa: E731
     assert_trees_equal(jax.jacrev(f)(X), jax.jacrev(expected)(X))

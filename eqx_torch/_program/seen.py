@@ -76,7 +76,7 @@ def is_seen(pulled: Tensors, cotangents: Tensors, back: Tensors, tangents: Tenso
     if not torch.isfinite(torch.as_tensor(scale)):
         return None
     rounding = max(torch.finfo(x.dtype).eps for x in (*pulled, *cotangents))
-    return bool(difference <= rounding**0.5 * scale)
+    return bool(difference <= rounding**0.6 * scale)
 
 
 def random_like(tensors: Tensors) -> list[torch.Tensor]:
