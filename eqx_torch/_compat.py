@@ -29,12 +29,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir, partial_eval
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from torch._C import (
+    # Whether torch has a batching rule for an operator, which public names do not say.
+    _dispatch_has_kernel_for_dispatch_key as _has_kernel,
     # What `torch.autograd.grad(..., is_grads_batched=True)` makes of tensors, by an older `vmap` than
     # `torch.func.vmap`, in which it may leave some behind.
     _dispatch_keys,
-    _parse_dispatch_key,
-    # Whether torch has a batching rule for an operator, which public names do not say.
-    _dispatch_has_kernel_for_dispatch_key as _has_kernel,
     # `torch.from_dlpack` takes a capsule too, but is a Python function: 0.5 us more for each array.
     _from_dlpack as from_dlpack,
     # Public is only the question for one kind of device, of which there are several.
@@ -42,6 +41,7 @@ from torch._C import (
     # The number of active function modes (`torch.set_default_device` is one) is read on every
     # call; the public `torch.get_default_device` costs 3 us, this 0.05 us.
     _len_torch_function_stack as torch_function_modes,
+    _parse_dispatch_key,
     # `torch.no_grad` and its kin all call the first; no public name switches forward mode off.
     _set_fwd_grad_enabled as set_forward_grad_enabled,
     _set_grad_enabled as set_grad_enabled,
@@ -170,7 +170,9 @@ def batched(
         outs = zip(function(*members), out_axes, strict=True)
         results = [_remove_batch_dim(y, level, size, axis) for y, axis in outs]
     if any(_dispatch_keys(y).has(_OLDER_BATCH) for y in results):
-        raise RuntimeError("a batch of gradients (`is_grads_batched`) is not taken apart in another")
+        raise RuntimeError(
+            "a batch of gradients (`is_grads_batched`) is not taken apart in another"
+        )
     return results
 
 

@@ -23,9 +23,7 @@ class Maml(torch.nn.Module):
         for x, y in zip(xs, ys, strict=True):
             inner = (self.l(x) - y).pow(2).mean()
             w, b = torch.autograd.grad(inner, (self.l.weight, self.l.bias), create_graph=True)
-            adapted = torch.nn.functional.linear(
-                x, self.l.weight - 0.1 * w, self.l.bias - 0.1 * b
-            )
+            adapted = torch.nn.functional.linear(x, self.l.weight - 0.1 * w, self.l.bias - 0.1 * b)
             losses.append((adapted - y).pow(2).mean())
         return torch.stack(losses).sum()
 

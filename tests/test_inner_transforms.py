@@ -8,7 +8,7 @@ import pytest
 import torch
 from jax.sharding import AxisType, PartitionSpec as P
 
-from eqx_torch import from_torch, torch2jax
+from eqx_torch import torch2jax
 
 from .helpers import assert_trees_equal
 
@@ -23,9 +23,9 @@ def quartic(z):
 INSIDE = {
     "hessian": lambda x: torch.func.hessian(quartic)(x).sum(),
     "jacfwd of jacfwd": lambda x: torch.func.jacfwd(torch.func.jacfwd(quartic))(x).sum(),
-    "jvp of grad": lambda x: torch.func.jvp(
-        torch.func.grad(quartic), (x,), (torch.ones_like(x),)
-    )[1].sum(),
+    "jvp of grad": lambda x: torch.func.jvp(torch.func.grad(quartic), (x,), (torch.ones_like(x),))[
+        1
+    ].sum(),
     "vmap of hessian": lambda x: torch.func.vmap(torch.func.hessian(quartic))(x[None]).sum(),
     "jacrev": lambda x: torch.func.jacrev(torch.func.jacrev(quartic))(x).sum(),
 }
@@ -59,12 +59,12 @@ _ROWS = torch.tensor([[0, 1], [3, 1]])
 _F = torch.nn.functional
 SPARSE = {
     "embedding": lambda sparse: lambda w: (_F.embedding(_ROWS, w, sparse=sparse) ** 3).sum(),
-    "embedding_bag": lambda sparse: lambda w: (
-        _F.embedding_bag(_ROWS, w, sparse=sparse, mode="sum") ** 2
-    ).sum(),
-    "gather": lambda sparse: lambda w: (
-        torch.gather(w, 0, _ROWS.repeat(1, 2)[:, :3], sparse_grad=sparse) ** 3
-    ).sum(),
+    "embedding_bag": lambda sparse: (
+        lambda w: (_F.embedding_bag(_ROWS, w, sparse=sparse, mode="sum") ** 2).sum()
+    ),
+    "gather": lambda sparse: (
+        lambda w: (torch.gather(w, 0, _ROWS.repeat(1, 2)[:, :3], sparse_grad=sparse) ** 3).sum()
+    ),
 }
 
 

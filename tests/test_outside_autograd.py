@@ -75,12 +75,10 @@ FIRST = {
 SECOND = {
     "hessian": lambda f: jax.hessian(lambda x: f(x).sum())(X),
     "jacrev of jacfwd": lambda f: jax.jacrev(jax.jacfwd(f))(X),
-    "grad of grad": lambda f: jax.grad(
-        lambda x: jax.grad(lambda x: jnp.sin(f(x)).sum())(x).sum()
-    )(X),
-    "a batch of hessians": lambda f: jax.vmap(jax.hessian(lambda x: f(x).sum()))(
-        np.stack([X, V])
+    "grad of grad": lambda f: jax.grad(lambda x: jax.grad(lambda x: jnp.sin(f(x)).sum())(x).sum())(
+        X
     ),
+    "a batch of hessians": lambda f: jax.vmap(jax.hessian(lambda x: f(x).sum()))(np.stack([X, V])),
 }
 REFUSAL = "cannot be differentiated (again|in forward mode)"
 
@@ -181,10 +179,13 @@ def test_random_sums_and_chains_are_right_or_refused(seed):
     f = torch2jax(compose(lambda part: part, torch.sin))
     expected = compose(lambda part: lambda x: x**2, jnp.sin)
     name = draw.choice([*FIRST, *SECOND])
+    message = ""
     try:
         actual = jax.block_until_ready({**FIRST, **SECOND}[name](f))
     except Exception as error:
-        assert "cannot be differentiated" in str(error)
+        message = str(error)
+    if message:
+        assert "cannot be differentiated" in message
         assert any(part is not RIGHT for part, _ in parts)
     else:
         assert_trees_equal(actual, {**FIRST, **SECOND}[name](expected))

@@ -9,8 +9,8 @@ import torch
 
 from .._compat import cached_weakly
 from .._errors import EqxTorchError
-from .batch import batched_or_looped
 from .base import Derivative, Indices, Kind, pick, Program, Spec, Tensors
+from .batch import batched_or_looped
 from .forward import (
     double_backward,
     dual_numbers,

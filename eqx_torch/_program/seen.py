@@ -136,7 +136,7 @@ class _Detours(TorchFunctionMode):
             raise EqxTorchError(self._message)
         result = func(*args, **(kwargs or {}))
         detached = func in _DETACHING and args[0].requires_grad
-        if isinstance(result, torch.Tensor) and torch.is_grad_enabled():
-            if detached or any(id(x) in self._detached for x in args):
-                self._detached[id(result)] = result
+        follows = detached or any(id(x) in self._detached for x in args)
+        if follows and isinstance(result, torch.Tensor) and torch.is_grad_enabled():
+            self._detached[id(result)] = result
         return result
