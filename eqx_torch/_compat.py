@@ -31,7 +31,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from torch._C import (
     # Whether torch has a batching rule for an operator, which public names do not say.
     _dispatch_has_kernel_for_dispatch_key as _has_kernel,
-    # What `torch.autograd.grad(..., is_grads_batched=True)` makes of tensors, by an older `vmap` than
+    # What `torch.autograd.grad(is_grads_batched=True)` makes of tensors, by an older `vmap` than
     # `torch.func.vmap`, in which it may leave some behind.
     _dispatch_keys,
     # `torch.from_dlpack` takes a capsule too, but is a Python function: 0.5 us more for each array.
@@ -92,7 +92,7 @@ CPU_ATTENTION = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
 
-_OLDER_BATCH = _parse_dispatch_key("Batched")
+_OLDER_BATCH: Any = _parse_dispatch_key("Batched")
 
 _LIBRARY = torch.library.Library("aten", "IMPL")  # its registrations end with it
 

@@ -25,7 +25,7 @@ def batch(
     # JAX cannot differentiate a `shard_map` in a `shard_map` that has residuals of its own: neither
     # graphs, nor what is made to vary only in there.
     recordable = axes is None or not is_manual(axes[0])
-    if not recordable:
+    if axes is not None and not recordable:
         arrays, dims = over_the_batch(axes, arrays, dims), [d or 0 for d in dims]
     recorded = isinstance(program, Record)
 
