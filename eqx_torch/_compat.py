@@ -38,6 +38,9 @@ from torch._C import (
     _dispatch_has_kernel_for_dispatch_key as _has_kernel,
     # Public names make operators, but do not keep them from the kernels of one key.
     _dispatch_key_parse,
+    # What `torch.autograd.grad(is_grads_batched=True)` makes of tensors, by an older `vmap` than
+    # `torch.func.vmap`, in which it may leave some behind.
+    _dispatch_keys,
     _dispatch_tls_set_dispatch_key_included,
     _ExcludeDispatchKeyGuard,
     # `torch.from_dlpack` takes a capsule too, but is a Python function: 0.5 us more for each array.
@@ -107,6 +110,8 @@ CPU_ATTENTION = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
+
+_OLDER_BATCH = _dispatch_key_parse("Batched")
 
 _LIBRARY = torch.library.Library("aten", "IMPL")  # its registrations end with it
 
@@ -192,7 +197,12 @@ def batched(
         pairs = zip(inputs, in_axes, strict=True)
         members = [x if axis is None else _add_batch_dim(x, axis, level) for x, axis in pairs]
         outs = zip(function(*members), out_axes, strict=True)
-        return [_remove_batch_dim(y, level, size, axis) for y, axis in outs]
+        results = [_remove_batch_dim(y, level, size, axis) for y, axis in outs]
+    if any(_dispatch_keys(y).has(_OLDER_BATCH) for y in results):
+        raise RuntimeError(
+            "a batch of gradients (`is_grads_batched`) is not taken apart in another"
+        )
+    return results
 
 
 def register_batching_rule(operator: Operator, rule: Callable[..., Any]) -> None:

@@ -20,11 +20,13 @@ from ._compat import FakeTensorMode
 from ._dtypes import dtype_j2t, x64_enabled
 from ._errors import EqxTorchError, InputError, ShapeError
 from ._program import (
+    ask_for_gradients,
     drawing_from,
     dtype_hint,
     Effects,
     interposing,
     library_hint,
+    on_leaves,
     opened,
     Site,
     Spec,
@@ -95,6 +97,21 @@ def _try(
     tensors: Callable[[], contextlib.AbstractContextManager[Exposure]],
     source: str,
 ) -> _Trial:
+    try:
+        return _try_once(function, site, in_specs, tensors, source)
+    except Exception as error:
+        if not ask_for_gradients(function, error):
+            raise
+    return _try_once(function, site, in_specs, tensors, source)
+
+
+def _try_once(
+    function: TorchFunction,
+    site: Site,
+    in_specs: Sequence[Spec],
+    tensors: Callable[[], contextlib.AbstractContextManager[Exposure]],
+    source: str,
+) -> _Trial:
     watch = Watch()
     with (
         function.lock_to_try() or contextlib.nullcontext(),
@@ -107,7 +124,7 @@ def _try(
     ):
         pairs = zip(in_specs, site.restored, strict=True)
         inputs = [_zeros(spec, dtype) for spec, dtype in pairs]
-        args, kwargs = site.arguments(inputs)
+        args, kwargs = site.arguments(on_leaves(function, inputs))
         try:
             with watch, Swaps() as swaps:
                 result = trial(args, kwargs)

@@ -14,7 +14,8 @@ from typing import Any
 
 import jax
 import jax.core
-from jax.sharding import AxisType, PartitionSpec as P
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from ._compat import axes_of_type, explicit_axes, unsettled_axes, vmapped_mesh_axes
 from ._errors import ShardingError
@@ -203,6 +204,25 @@ def batch_axes(arrays: Sequence[Any], dims: Sequence[int | None]) -> tuple[Any, 
         if d is not None and not sharding.mesh.empty and sharding.spec[d] is not None:
             return sharding.mesh, P(sharding.spec[d])
     return None
+
+
+def is_manual(mesh: Any) -> bool:
+    """Whether this is in a `jax.shard_map` over some of the axes."""
+    return bool(axes_of_type(mesh, AxisType.Manual))
+
+
+def over_the_batch(
+    axes: tuple[Any, P], arrays: Sequence[Any], dims: Sequence[int | None]
+) -> list[Any]:
+    """The arrays, each with a batch axis: first in those that had none."""
+    mesh, batch = axes
+    size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
+    return [
+        jnp.broadcast_to(x, (size, *x.shape), out_sharding=NamedSharding(mesh, batch))
+        if d is None
+        else x
+        for x, d in zip(arrays, dims, strict=True)
+    ]
 
 
 def over_batch_shards(

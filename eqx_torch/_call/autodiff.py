@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from .._errors import DepthError
-from .._program import adjoint, differential, Jvp, Program, Record, Vjp
+from .._program import adjoint, differential, Jvp, Program, Record, Vjp, Vmap
 from .primitive import call
 
 
@@ -54,7 +54,9 @@ def is_recorded(program: Program) -> bool:
     function = program.leaf.function
     if function.residuals != "tape" or function.depth == 0 or program.order > 0:
         return False
-    return not isinstance(program, Record) and bool(program.inexact_outs)
+    if isinstance(program, Record) or (isinstance(program, Vmap) and not program.recordable):
+        return False
+    return bool(program.inexact_outs)
 
 
 def transpose(cotangents: Sequence[Any], *primals: Any, program: Program) -> list[Any]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from .._program import Program, Record, TOKEN, untaped, Vmap
-from .._sharding import batch_axes, over_batch_shards
+from .._sharding import batch_axes, is_manual, over_batch_shards, over_the_batch
 from .primitive import align, call
 
 
@@ -22,24 +22,39 @@ def batch(
     base, kept = untaped(program)
     arrays, dims = [arrays[i] for i in kept], [dims[i] for i in kept]
     axes = batch_axes(arrays, dims)
-    if axes is None:
-        outs = _batched(base, arrays, dims)
-    else:
-        local = lambda *xs: _batched(base, xs, dims)  # noqa: E731
-        outs = over_batch_shards(local, axes, arrays, dims)
-    out_dims: list[int | None] = [0] * len(outs)
-    if isinstance(program, Record):
-        nothing = align([jnp.zeros(TOKEN.shape, TOKEN.dtype), *arrays])[0]
-        return [*outs, nothing], [*out_dims, None]
-    return outs, out_dims
+    # JAX cannot differentiate a `shard_map` in a `shard_map` that has residuals of its own: neither
+    # graphs, nor what is made to vary only in there.
+    recordable = axes is None or not is_manual(axes[0])
+    if axes is not None and not recordable:
+        arrays, dims = over_the_batch(axes, arrays, dims), [d or 0 for d in dims]
+    recorded = isinstance(program, Record)
+
+    def local(*xs: Any) -> list[Any]:
+        outs = _batched(base, xs, dims, recordable)
+        return [*outs, _no_tokens(xs, dims)] if recorded else outs
+
+    outs = local(*arrays) if axes is None else over_batch_shards(local, axes, arrays, dims)
+    return outs, [0] * len(outs)
 
 
-def _batched(program: Program, arrays: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
-    size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
+def _no_tokens(arrays: Sequence[Any], dims: Sequence[int | None]) -> Any:
+    """A token of no graph for each member: one for all of them is nowhere in a batch's sharding."""
+    nothing = jnp.zeros((_size(arrays, dims), *TOKEN.shape), TOKEN.dtype)
+    return align([nothing, *arrays])[0]
+
+
+def _size(arrays: Sequence[Any], dims: Sequence[int | None]) -> int:
+    return next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
+
+
+def _batched(
+    program: Program, arrays: Sequence[Any], dims: Sequence[int | None], recordable: bool
+) -> list[Any]:
+    size = _size(arrays, dims)
     method = program.leaf.function.vmap_method
     if method == "torch":
         out_axes = (0,) * len(program.outs)
-        return call(Vmap(program, tuple(dims), out_axes, size), *arrays)
+        return call(Vmap(program, tuple(dims), out_axes, size, recordable), *arrays)
     leading = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(arrays, dims, strict=True)]
     if method == "sequential":
         return _looped(program, leading, dims)

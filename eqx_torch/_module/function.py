@@ -170,6 +170,10 @@ class ModuleFunction(TorchFunction):
         """A batch with a key for each member is drawn member by member."""
         return self.draws_at(site) and in_axes[self.own_inputs] is not None
 
+    def may_require_gradient(self, i: int) -> bool:
+        own = self.blueprint.parameters
+        return i < len(own) and own[i].requires_grad
+
     def label(self, path: str) -> str:
         if not path.startswith("[0]"):
             return super().label(path)

@@ -34,6 +34,7 @@ from .leaf import (
     Leaf as Leaf,
     write_error as write_error,
 )
+from .leaves import ask_for_gradients as ask_for_gradients, on_leaves as on_leaves
 from .library_hints import library_hint as library_hint
 from .record import Record as Record
 from .results import opened as opened

@@ -85,6 +85,11 @@ class Program(abc.ABC):
         """The programs, from the inside, that are computed in forward mode to compute this one."""
         return ()
 
+    @functools.cached_property
+    def batches(self) -> bool:
+        """Whether it is, or is made of, one call for a batch."""
+        return False
+
     @property
     @abc.abstractmethod
     def name(self) -> str:
@@ -147,6 +152,10 @@ class Derived(Program):
     @functools.cached_property
     def forward(self) -> tuple[Program, ...]:
         return self.inner.forward
+
+    @functools.cached_property
+    def batches(self) -> bool:
+        return self.inner.batches
 
     def prepare(self) -> None:
         self.inner.prepare()

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,6 +11,7 @@ from .._compat import batched, cached_weakly
 from .._dtypes import dtype_j2t
 from .attention import load_attention
 from .base import Derived, Indices, Program, Spec, Tensors
+from .graph import with_dense_gradient
 
 
 Axes = tuple[int | None, ...]
@@ -25,12 +26,16 @@ class Vmap(Derived):
 
     An input without an axis is the same for every member. An output without an axis is the sum
     over the members: summing is the adjoint of giving every member the same.
+
+    Attributes:
+        recordable: whether a forward of it may keep its graph.
     """
 
     inner: Program
     in_axes: Axes
     out_axes: Axes
     size: int
+    recordable: bool = True
 
     @functools.cached_property
     def ins(self) -> tuple[Spec, ...]:
@@ -39,6 +44,10 @@ class Vmap(Derived):
     @functools.cached_property
     def outs(self) -> tuple[Spec, ...]:
         return _batched_specs(self.inner.outs, self.out_axes, self.size)
+
+    @functools.cached_property
+    def batches(self) -> bool:
+        return True
 
     @functools.cached_property
     def linear(self) -> frozenset[int]:
@@ -71,14 +80,25 @@ class Vmap(Derived):
         if findings.batching_fails or function.must_loop(self.leaf.site, self.in_axes):
             return self._looped(inputs)
         try:
-            if any(program not in findings.forward_mode for program in self.forward):
-                self._member(inputs, 0)
+            self._try_alone(inputs)
             return self._batched(inputs)
         except Exception as error:
             out = self._looped(inputs)
             findings.batching_fails = True
-            warnings.warn(_LOOPED.format(name=self.leaf.function.name, error=error), stacklevel=2)
+            _warn(self, error)
             return out
+
+    def _try_alone(self, inputs: Tensors) -> None:
+        """Runs one member without torch.func, which sees less, where derivatives are to be tried.
+
+        That is whether forward mode works, and whether autograd sees what it is to differentiate.
+        """
+        findings = self.leaf.function.findings
+        order = self.order and self.order + any(x.requires_grad for x in inputs)
+        unknown = any(program not in findings.forward_mode for program in self.forward)
+        if unknown or order > max(findings.tried_alone.get(self.inner, 0), 1):
+            self._member(inputs, 0)
+            findings.tried_alone[self.inner] = order
 
     def _batched(self, inputs: Tensors) -> list[torch.Tensor]:
         def member(*xs: torch.Tensor) -> Tensors:
@@ -101,10 +121,36 @@ class Vmap(Derived):
         pairs = zip(inputs, self.in_axes, strict=True)
         # Copies, since a function may ask for contiguous memory, or for all of a tensor's memory.
         xs = [x if a is None else x.select(a, i).clone(memory_format=_ROWS) for x, a in pairs]
+        xs = [with_dense_gradient(x) if x.requires_grad else x for x in xs]
         out = self.inner.run(xs, functional=False)
         if not any(x.requires_grad for x in xs):
             self.leaf.function.release()
         return out
+
+
+def batched_or_looped(
+    program: Program, differentiate: Callable[[], list[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """A derivative of what may be batched: torch may batch a forward, but not its backward."""
+    findings = program.leaf.function.findings
+    try:
+        return differentiate()
+    except Exception as error:
+        if not program.batches or findings.batching_fails:
+            raise
+        findings.batching_fails = True
+        try:
+            out = differentiate()
+        except Exception:
+            findings.batching_fails = False
+            raise error from None
+        _warn(program, error)
+        return out
+
+
+def _warn(program: Program, error: Exception) -> None:
+    name, reason = program.leaf.function.name, str(error).partition("\n")[0]
+    warnings.warn(_LOOPED.format(name=name, error=reason), stacklevel=3)
 
 
 _LOOPED = (

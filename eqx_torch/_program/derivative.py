@@ -10,6 +10,7 @@ import torch
 from .._compat import cached_weakly
 from .._errors import EqxTorchError
 from .base import Derivative, Indices, Kind, pick, Program, Spec, Tensors
+from .batch import batched_or_looped
 from .forward import (
     double_backward,
     dual_numbers,
@@ -80,7 +81,8 @@ class Jvp(_Taped):
                 out = dual_numbers(self, primals, tangents)
                 forward_mode[self] = True
                 return out
-        out = _through_forward_mode(self, lambda: double_backward(self, primals, tangents))
+        differentiate = lambda: double_backward(self, primals, tangents)  # noqa: E731
+        out = _through_forward_mode(self, lambda: batched_or_looped(self, differentiate))
         forward_mode[self] = False
         return out
 
@@ -144,7 +146,8 @@ class Vjp(_Taped):
         """The cotangents by a new forward."""
         if functional:
             return functional_pullback(self, primals, cotangents)
-        return _through_forward_mode(self, lambda: pullback(self, primals, cotangents))
+        differentiate = lambda: pullback(self, primals, cotangents)  # noqa: E731
+        return _through_forward_mode(self, lambda: batched_or_looped(self, differentiate))
 
     def _replay(self, inputs: Tensors, cotangents: Tensors) -> list[torch.Tensor] | None:
         """The cotangents by the recorded graph, None if there is none to use."""
@@ -154,9 +157,10 @@ class Vjp(_Taped):
         try:
             return replayed_pullback(self, tape, cotangents)
         except RuntimeError as error:
-            if not is_refusal(error):
+            refused = is_refusal(error)
+            if not (refused or self.batches):
                 raise
-            self.leaf.function.findings.grad_is_refused = True
+            self.leaf.function.findings.grad_is_refused |= refused
             return None
         finally:
             tape.kept.release()

@@ -24,7 +24,16 @@ from .._compat import set_forward_grad_enabled, set_grad_enabled
 from .._errors import EqxTorchError
 from .base import Derivative, pick, Tensors
 from .exclusive import EXCLUSIVE, settle
-from .reverse import gradients, leaf_of, refuse_errors, requires_gradient, restricted
+from .graph import is_users, nodes_behind
+from .reverse import (
+    gradients,
+    leaf_of,
+    refuse_errors,
+    refuse_unseen_nearby,
+    requires_gradient,
+    restricted,
+)
+from .seen import is_seen, nearby, random_like, refuse_unseen, refusing_unseen
 
 
 _NO_TANGENT = (
@@ -37,24 +46,32 @@ _NO_TANGENT = (
 
 def dual_numbers(jvp: Derivative, primals: Tensors, tangents: Tensors) -> list[torch.Tensor]:
     """The tangents, by dual numbers."""
-    active = map(leaf_of, pick(primals, jvp.wrt))
-    settle(primals[0].device)
-    with EXCLUSIVE, _NoGradStopsTangents(), forward_ad.dual_level():
-        duals = map(forward_ad.make_dual, active, tangents)
-        return list(map(_tangent, restricted(jvp, primals, functional=False)(*duals)))
+    pushed, roots = _pushed(jvp, primals, tangents)
+    if requires_gradient(primals) and any(map(is_users, nodes_behind(roots))):
+        _refuse_unseen_tangents(jvp, primals)
+    return pushed
 
 
 def double_backward(jvp: Derivative, primals: Tensors, tangents: Tensors) -> list[torch.Tensor]:
     """The tangents, by the derivative of the pullback."""
-    nested = requires_gradient([*primals, *tangents])
+    by_primals = requires_gradient(primals)
+    message = _NO_TANGENT.format(name=jvp.leaf.name)
     active = [leaf_of(p) for p in pick(primals, jvp.wrt)]
     outputs = restricted(jvp, primals, functional=False)(*active)
-    seeds = [torch.ones_like(y).requires_grad_() for y in outputs]
-    pulled = gradients(outputs, active, seeds, create_graph=True)
-    refuse_errors(pulled)
-    if not requires_gradient(pulled) and any(map(torch.any, pulled)):
-        raise EqxTorchError(_NO_TANGENT.format(name=jvp.leaf.name))
-    return gradients(pulled, seeds, tangents, create_graph=nested)
+    nodes = nodes_behind(y.grad_fn for y in outputs)
+    seeds = [u.requires_grad_() for u in random_like(outputs)]
+    with refusing_unseen(nodes, message, by_primals):
+        pulled = gradients(outputs, active, seeds, create_graph=True)
+    refuse_errors(nodes_behind(x.grad_fn for x in pulled))
+    refuse_unseen(pulled, message)
+    pushed = gradients(
+        pulled, seeds, tangents, create_graph=by_primals or requires_gradient(tangents)
+    )
+    if is_seen(pulled, seeds, pushed, tangents) is False:
+        raise EqxTorchError(message)
+    if by_primals and any(map(is_users, nodes)):
+        refuse_unseen_nearby(jvp, primals, message)
+    return pushed
 
 
 def functional_dual_numbers(
@@ -97,6 +114,35 @@ class _NoGradStopsTangents(TorchFunctionMode):
         if func is set_grad_enabled:
             set_forward_grad_enabled(*args)
         return func(*args, **(kwargs or {}))
+
+
+def _pushed(
+    jvp: Derivative, primals: Tensors, tangents: Tensors
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """The tangents by dual numbers, and where the graphs of the results begin."""
+    active = map(leaf_of, pick(primals, jvp.wrt))
+    settle(primals[0].device)
+    with EXCLUSIVE, _NoGradStopsTangents(), forward_ad.dual_level():
+        duals = map(forward_ad.make_dual, active, tangents)
+        results = restricted(jvp, primals, functional=False)(*duals)
+        return list(map(_tangent, results)), [y.grad_fn for y in results]
+
+
+def _refuse_unseen_tangents(jvp: Derivative, primals: Tensors) -> None:
+    """Raises where the `jvp` of a `torch.autograd.Function` lies outside of autograd.
+
+    The tangents are then computed by the derivative of the pullback instead.
+    """
+    point = [nearby(p) for p in primals]
+    tangents = [t.requires_grad_() for t in random_like(pick(point, jvp.wrt))]
+    try:
+        pushed, _ = _pushed(jvp, point, tangents)
+        cotangents = random_like(pushed)
+        back = gradients(pushed, tangents, cotangents, create_graph=False)
+    except Exception:
+        return  # whoever differentiates will have the error
+    if is_seen(pushed, tangents, back, cotangents) is False:
+        raise NotImplementedError("the tangents cannot be differentiated")
 
 
 def _tangent(y: torch.Tensor) -> torch.Tensor:

@@ -45,8 +45,11 @@ class Findings:
     Attributes:
         effects: for each call site, what is known of its effects.
         forward_mode: for each program that is computed in forward mode, whether torch can.
+        tried_alone: for each program that is batched, the order of derivatives, those that are
+            taken of it included, to which one member was run without a batch.
         writes_cotangents: whether its backward writes to the cotangents that it is given, None if
             that is not known.
+        needs_gradients: whether it runs only on inputs that require gradients.
         grad_is_refused: whether `torch.autograd.grad` was refused where `backward` is not.
         batching_fails: whether `torch.func.vmap` has failed where a loop worked.
     """
@@ -55,7 +58,9 @@ class Findings:
     forward_mode: WeakKeyDictionary[Any, bool] = dataclasses.field(
         default_factory=WeakKeyDictionary
     )
+    tried_alone: WeakKeyDictionary[Any, int] = dataclasses.field(default_factory=WeakKeyDictionary)
     writes_cotangents: bool | None = None
+    needs_gradients: bool = False
     grad_is_refused: bool = False
     batching_fails: bool = False
 
@@ -188,6 +193,11 @@ class TorchFunction:
         rest = f", {len(named) - 8} more" if len(named) > 8 else ""
         return ", ".join(named[:8]) + rest if named else "no arrays"
 
+    def may_require_gradient(self, i: int) -> bool:
+        """Whether the input `i`, of a floating dtype, may require a gradient in torch."""
+        del i
+        return True
+
     def misfit(self, site: Site) -> str:
         """What is wrong with the number or the names of a call's arguments; nothing if right."""
         args, kwargs = site.arguments([None] * len(site.paths))
@@ -217,13 +227,21 @@ class TorchFunction:
 
         python = self.python
 
+        keeping = True
+
         def call(arrays: Tensors, functional: bool) -> Any:
-            del functional
+            nonlocal keeping
             args, kwargs = site.arguments(arrays)
-            return python(*args, **kwargs)
+            if not (functional and keeping):
+                return python(*args, **kwargs)
+            # Wrappers of torch.func die with the transformation, so no cache must keep one.
+            # To look for them takes long, and one look tells whether the function has a cache.
+            with untouched(python) as restoring:
+                result = python(*args, **kwargs)
+            keeping = restoring.changed
+            return result
 
         def call_on_arrays(arrays: Tensors, functional: bool) -> Any:
-            del functional
-            return python(*arrays)
+            return call(arrays, True) if functional else python(*arrays)
 
         return call_on_arrays if site.is_positional else call

@@ -24,6 +24,7 @@ from .declared import as_declared
 from .dtype_hints import dtype_hint
 from .function import Effects, TorchFunction
 from .interposed import is_narrow
+from .leaves import retrying
 from .library_hints import library_hint
 from .results import not_taken, other_constant, widest
 from .site import Site
@@ -213,7 +214,7 @@ class Leaf(Program):
 
     @functools.cached_property
     def _call(self) -> Callable[[Tensors, bool], Any]:
-        return self.function.prepared(self.site)
+        return retrying(self.function, self.function.prepared(self.site))
 
     @functools.cached_property
     def _effects(self) -> Effects:

@@ -17,11 +17,18 @@ from .._compat import run_backward
 from .._errors import EqxTorchError
 from .attention import explain_attention
 from .base import Derivative, pick, replaced, Tensors
+from .graph import dense, is_users, nodes_behind, with_dense_gradient
+from .seen import is_seen, nearby, random_like, refuse_unseen, refusing_unseen
 from .tape import Tape
 
 
 # How reentrant checkpoints refuse `torch.autograd.grad`.
 _REFUSAL = "torch.utils.checkpoint is incompatible with .grad()"
+_NO_SECOND = (
+    "`{name}` cannot be differentiated again: its backward is computed outside of autograd, on "
+    "detached tensors or by NumPy, or is not linear in the gradient it is given. Write the "
+    "backward of the `torch.autograd.Function` with operators of torch on the tensors it is given."
+)
 
 
 def pullback(vjp: Derivative, primals: Tensors, cotangents: Tensors) -> list[torch.Tensor]:
@@ -35,15 +42,22 @@ def pullback(vjp: Derivative, primals: Tensors, cotangents: Tensors) -> list[tor
         cotangents = [u if u.requires_grad else u.detach().requires_grad_() for u in cotangents]
     if nested or not findings.grad_is_refused:
         outputs = forward(*active)
+        nodes = nodes_behind(y.grad_fn for y in outputs) if nested or vjp.inner.order else []
         if vjp.inner.order:
-            refuse_errors(outputs)
-        try:
-            grads = gradients(outputs, active, cotangents, create_graph=nested)
-            if nested:
-                _refuse_detached(vjp, grads)
+            refuse_errors(nodes)
+        if nested:
+            by_primals = requires_gradient(primals)
+            message = _NO_SECOND.format(name=vjp.leaf.name)
+            with refusing_unseen(nodes, message, by_primals):
+                grads = gradients(outputs, active, cotangents, create_graph=True)
+                refuse_unseen(grads, message)
+            if any(map(is_users, nodes)):
+                refuse_unseen_nearby(vjp, primals, message)
             return grads
+        try:
+            return gradients(outputs, active, cotangents, create_graph=False)
         except RuntimeError as error:
-            if nested or not is_refusal(error):
+            if not is_refusal(error):
                 raise
         findings.grad_is_refused = True
     return _accumulated(forward(*active), active, cotangents)
@@ -63,7 +77,9 @@ def functional_pullback(
 ) -> list[torch.Tensor]:
     """The pullback, by `torch.func`."""
     forward = restricted(vjp, primals, functional=True)
-    return list(torch.func.vjp(forward, *pick(primals, vjp.wrt))[1](tuple(cotangents)))
+    active = pick(primals, vjp.wrt)
+    grads = torch.func.vjp(forward, *active)[1](tuple(cotangents))
+    return [_dense(g, x) for g, x in zip(grads, active, strict=True)]
 
 
 def is_refusal(error: RuntimeError) -> bool:
@@ -85,7 +101,7 @@ def restricted(
 
 def leaf_of(x: torch.Tensor) -> torch.Tensor:
     """A new tensor to differentiate by, behind which outer derivatives still see `x`."""
-    return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+    return with_dense_gradient(x) if x.requires_grad else x.detach().requires_grad_()
 
 
 def requires_gradient(tensors: Tensors) -> bool:
@@ -101,22 +117,15 @@ def gradients(
     return _gradients_of(pairs, inputs, create_graph)
 
 
-def refuse_errors(outputs: Tensors) -> None:
+def refuse_errors(nodes: Sequence[Any]) -> None:
     """Raises what torch has to say about a pullback that has no derivative.
 
     torch puts a node that raises behind its outputs. Since that node leads to no input,
     `torch.autograd.grad` would pass it by and take the derivative to be zero.
     """
-    seen = set()
-    pending: list[Any] = [y.grad_fn for y in outputs]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes:
         if node.name() == "torch::autograd::Error":
             _raise_error_of(node)
-        pending.extend(behind for behind, _ in node.next_functions)
 
 
 def _raise_error_of(node: Any) -> None:
@@ -127,18 +136,34 @@ def _raise_error_of(node: Any) -> None:
         raise
 
 
-def _refuse_detached(vjp: Derivative, grads: Tensors) -> None:
-    """Raises where a pullback lies outside of autograd, whose derivative would be taken as zero.
+def refuse_unseen_nearby(program: Derivative, primals: Tensors, message: str) -> None:
+    """Raises where autograd does not see all of a pullback, at a point near the primals.
 
-    A pullback is linear in the cotangents, which require a gradient here. So what is not zero does
-    not come from them by operators that torch can differentiate.
+    Where the function is not defined nearby, the primals themselves have to do.
     """
-    if any(not g.requires_grad and bool(g.any()) for g in grads):
-        raise EqxTorchError(
-            f"`{vjp.leaf.name}` cannot be differentiated again: its backward is computed outside "
-            "of autograd, on detached tensors or by NumPy. Write the backward of the "
-            "`torch.autograd.Function` with operators of torch on the tensors it is given."
-        )
+    for point in (map(nearby, primals), (p.detach() for p in primals)):
+        try:
+            seen = _is_seen_at(program, list(point), message)
+        except EqxTorchError:
+            raise
+        except Exception:
+            continue
+        if seen is False:
+            raise EqxTorchError(message)
+        if seen:
+            return
+
+
+def _is_seen_at(program: Derivative, primals: Tensors, message: str) -> bool | None:
+    active = [p.requires_grad_() for p in pick(primals, program.wrt)]
+    outputs = restricted(program, primals, functional=False)(*active)
+    cotangents = [u.requires_grad_() for u in random_like(outputs)]
+    with refusing_unseen(nodes_behind(y.grad_fn for y in outputs), message, by_primals=False):
+        pulled = gradients(outputs, active, cotangents, create_graph=True)
+    refuse_errors(nodes_behind(x.grad_fn for x in pulled))
+    tangents = random_like(pulled)
+    back = gradients(pulled, cotangents, tangents, create_graph=False)
+    return is_seen(pulled, cotangents, back, tangents)
 
 
 def _gradients_of(
@@ -153,7 +178,7 @@ def _gradients_of(
     except RuntimeError as error:
         explain_attention(error)
         raise
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True)]
+    return [_dense(g, x) for g, x in zip(grads, inputs, strict=True)]
 
 
 def _accumulated(outputs: Tensors, inputs: Tensors, cotangents: Tensors) -> list[torch.Tensor]:
@@ -165,4 +190,8 @@ def _accumulated(outputs: Tensors, inputs: Tensors, cotangents: Tensors) -> list
     if pairs:
         ys, us = zip(*pairs, strict=True)
         torch.autograd.backward(ys, us)
-    return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
+    return [_dense(x.grad, x) for x in inputs]
+
+
+def _dense(gradient: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(x) if gradient is None else dense(gradient)

@@ -33,6 +33,7 @@ import torch
 
 from .._compat import on_clear_caches
 from .base import Indices, Program, Tensors
+from .graph import nodes_behind
 
 
 FIRST_LIMIT = 8
@@ -195,18 +196,19 @@ def addresses(tensors: Tensors) -> tuple[int, ...]:
 def _saved_bytes(tape: Tape) -> int:
     """The memory that a graph holds, beside what is XLA's."""
     borrowed = set(tape.addresses or ())
-    tensors = [*tape.inputs.values()]
-    seen: set[Any] = set()
-    pending = [edge.node for edge in tape.outputs if edge is not None]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        pending.extend(next_node for next_node, _ in node.next_functions)
-        tensors.extend(_saved_tensors(node))
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    roots = (edge.node for edge in tape.outputs if edge is not None)
+    saved = (tensor for node in nodes_behind(roots) for tensor in _saved_tensors(node))
+    storages = dict(map(_memory, (*tape.inputs.values(), *saved)))
     return sum(size for address, size in storages.items() if address not in borrowed)
+
+
+def _memory(x: torch.Tensor) -> tuple[int, int]:
+    """The address and the size of a tensor's memory."""
+    storage = x.untyped_storage()
+    try:
+        return storage.data_ptr(), storage.nbytes()
+    except RuntimeError:  # zeros of forward mode and wrappers of torch.func have none
+        return 0, 0
 
 
 def _saved_tensors(node: Any) -> Iterator[torch.Tensor]:
