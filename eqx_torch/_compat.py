@@ -29,6 +29,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir, partial_eval
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from torch._C import (
+    # Tensors can be asked about in the middle of a run without the run's own function mode.
+    DisableTorchFunction as without_function_modes,
     # Whether torch has a batching rule for an operator, which public names do not say.
     _dispatch_has_kernel_for_dispatch_key as _has_kernel,
     # `torch.from_dlpack` takes a capsule too, but is a Python function: 0.5 us more for each array.
@@ -41,6 +43,9 @@ from torch._C import (
     # `torch.no_grad` and its kin all call the first; no public name switches forward mode off.
     _set_fwd_grad_enabled as set_forward_grad_enabled,
     _set_grad_enabled as set_grad_enabled,
+    # C++ code would read and write at address zero for a tensor on the meta device; `torch.compile`
+    # marks fake tensors by this.
+    _set_throw_on_mutable_data_ptr as refuse_pointers,
 )
 from torch._functorch.autograd_function import (
     # What `torch.library.register_vmap` uses, which refuses operators with keyword-only tensors.
@@ -63,6 +68,11 @@ from torch.autograd.graph import (
     # construction; to check them takes as long as the backward of a small layer.
     _engine_run_backward,
 )
+from torch.multiprocessing.reductions import (
+    # Whether memory is still held, which weak references to tensors do not say: a view made under
+    # autograd is another object than the one that the operator has given.
+    StorageWeakRef as StorageWeakRef,
+)
 from torch.utils._python_dispatch import (
     # Copies of real storages are taken in the middle of a run on fake tensors.
     _disable_current_modes as without_modes,
@@ -73,12 +83,15 @@ from torch.utils._python_dispatch import (
 
 __all__ = [
     "FakeTensorMode",
+    "StorageWeakRef",
     "TorchDispatchMode",
     "any_autocast",
     "from_dlpack",
+    "refuse_pointers",
     "set_forward_grad_enabled",
     "set_grad_enabled",
     "torch_function_modes",
+    "without_function_modes",
     "without_modes",
 ]
 

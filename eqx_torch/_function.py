@@ -137,7 +137,7 @@ def torch2jax(
         )
 
     if examples is not None:
-        examples.infer(infer)
+        examples.infer(infer, example_args, example_kw)
     functools.update_wrapper(wrapped, fn, updated=())
     wrapped.__dict__["_compiled"] = compiled
     return wrapped

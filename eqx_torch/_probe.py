@@ -1,124 +1,222 @@
 """What a torch function returns, learnt from one run of it.
 
-The run is on fake tensors, which have shapes but no memory. Where the function needs values
-(`.item()`, `.numpy()`), it is on zeros, with a warning. Neither leaves a trace in the function, its
-modules or torch's random state; what the run showed about writes to inputs goes to the findings.
+The run is on tensors without values: on torch's meta device, or where that does not do, on fake
+tensors. Where the function needs values (`.item()`, `.numpy()`), it is on those at hand, of example
+arguments or of an eager call, and without any on zeros, with a warning. No tensor of a run survives
+it; what the run showed about writes to inputs and random numbers goes to the findings.
 """
 
 import contextlib
 import dataclasses
-import logging
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import torch
 
-from ._compat import FakeTensorMode
 from ._dtypes import canonical_dtype, dtype_j2t, x64_enabled
 from ._errors import EqxTorchError, InputError, OutputError, ShapeError
-from ._program import dtype_hint, Effects, not_a_tensor, Site, Spec, TorchFunction
-from ._swaps import Swaps
-from ._trees import flatten, leaf_paths, Structure
+from ._program import dtype_hint, not_a_tensor, Outputs, Site, Spec, TorchFunction
+from ._survivors import Before
+from ._swaps import reaches_module, Swaps
+from ._trees import flatten, leaf_paths
+from ._valueless import META, NeedsValues, on_fakes, on_meta
 from ._watch import Exposure, Watch
 
 
+# The values of the arrays of a call, None if they are not known. To have them may take a copy.
+Values: TypeAlias = Callable[[], Sequence[torch.Tensor] | None]
+
+
 @dataclasses.dataclass(frozen=True)
-class Outputs:
-    """What a function returns, and who says so."""
+class Question:
+    """A call of which the outputs are to be found out.
 
-    specs: tuple[Spec, ...]
-    structure: Structure
+    Attributes:
+        in_specs: the shapes and dtypes that torch is given.
+        of_shards: whether these are shards of larger arrays.
+    """
+
+    function: TorchFunction
+    site: Site
+    in_specs: tuple[Spec, ...]
+    of_shards: bool = False
+
+    @property
+    def inputs(self) -> str:
+        """The inputs by name, for messages."""
+        shown = [f"{s.dtype}{list(s.shape)}" for s in self.in_specs]
+        note = " (the shapes of one shard)" if self.of_shards else ""
+        return self.function.described(self.site, shown) + note
+
+    def dtypes(self) -> list[torch.dtype]:
+        """What torch is given for each array."""
+        pairs = zip(self.in_specs, self.site.restored, strict=True)
+        return [restored or dtype_j2t(spec.dtype) for spec, restored in pairs]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """How to run a function: on which tensors, and where the tensors are that it makes."""
+
     source: str
+    input: Callable[[Spec, torch.dtype, torch.device], torch.Tensor]
+    mode: Callable[[torch.device], contextlib.AbstractContextManager[Any]]
 
 
-def probe(function: TorchFunction, site: Site, in_specs: Sequence[Spec]) -> Outputs:
-    """The outputs of a function for inputs of these shapes, by running it once.
+def probe(question: Question, values: Values | None = None, reason: str = "") -> Outputs:
+    """The outputs of a function for inputs of some shapes, by running it once.
+
+    Args:
+        question: the call.
+        values: those at hand, None if there are none.
+        reason: why the function does not run on tensors without values, if that is known.
 
     Raises:
-        ShapeError: the function ran neither on fake tensors nor on zeros.
+        ShapeError: the function ran on no tensors of these shapes, or the result depends on values.
         OutputError: it returned something other than tensors.
     """
+    refusal: Exception | None = None
+    for way in () if reason else _WITHOUT_VALUES:
+        try:
+            return _run(question, way)
+        except EqxTorchError:
+            raise
+        except Exception as error:
+            refusal = _only(error)
+        if isinstance(refusal, NeedsValues):
+            break
+    reason = reason or _first_line(refusal)
+    at_hand = values and values()
     try:
-        trial = _try(function, site, in_specs, _fake_tensors, "one run on fake tensors")
-    except EqxTorchError:
-        raise
-    except Exception as refusal:
-        trial = _try_on_zeros(function, site, in_specs, refusal)
-    function.learn(site, trial.effects, trial.watch)
-    return trial.outputs
-
-
-@dataclasses.dataclass
-class _Trial:
-    outputs: Outputs
-    effects: Effects
-    watch: Watch
-
-
-def _try_on_zeros(
-    function: TorchFunction, site: Site, in_specs: Sequence[Spec], refusal: Exception
-) -> _Trial:
-    try:
-        trial = _try(function, site, in_specs, _real_tensors, "one run on zeros")
+        if at_hand is not None:
+            return dataclasses.replace(_run(question, _on_values(at_hand)), by_values=reason)
+        outputs = dataclasses.replace(_run(question, _ON_ZEROS), by_values=reason)
     except EqxTorchError:
         raise
     except Exception as error:
-        raise _not_inferred(function, site, in_specs, error, refusal) from error
-    reason = f"{type(refusal).__name__}: {refusal}"
-    _check_fixed(function, in_specs, trial.outputs, reason)
+        raise _not_inferred(question, error, refusal, at_hand is not None) from error
+    _check_fixed(question, outputs)
     warnings.warn(
-        f"the output shapes of `{function.name}` were inferred by running it on zeros, because "
-        f"it does not run on tensors without values: {reason.splitlines()[0]}\n"
-        "Declare them by `output_shapes=` to save this run, and if they depend on values.",
+        f"the output shapes of `{question.function.name}` were inferred by running it on zeros, "
+        f"because it does not run on tensors without values: {reason}\n{_ZEROS_ADVICE}",
         stacklevel=3,
     )
-    return trial
+    return outputs
 
 
-def _try(
-    function: TorchFunction,
-    site: Site,
-    in_specs: Sequence[Spec],
-    tensors: Callable[[], contextlib.AbstractContextManager[Exposure]],
-    source: str,
-) -> _Trial:
-    watch = Watch()
+_ZEROS_ADVICE = (
+    "If they depend on values, wrap it with example arguments that have some, or declare them by "
+    "`output_shapes=`, which saves this run too."
+)
+
+
+def _run(question: Question, way: _Way) -> Outputs:
+    function, name = question.function, question.function.name
+    with function.lock_to_try() or contextlib.nullcontext():
+        before = Before(function.python)
+        watch = _watch(way)
+        try:
+            outputs, written, swaps = _watched(question, way, watch)
+        except Exception as error:
+            _clear(error)
+            before.end(watch, name)
+            raise
+        before.end(watch, name)
+    function.findings.swaps |= swaps
+    function.learn(question.site, question.in_specs, written, watch.random)
+    return dataclasses.replace(outputs, source=way.source)
+
+
+def _watched(
+    question: Question, way: _Way, watch: Watch
+) -> tuple[Outputs, frozenset[int], bool]:
+    function, site = question.function, question.site
+    shares = not function.isolated and reaches_module(function.python)
+    swaps = Swaps()
     with (
-        function.lock_to_try() or contextlib.nullcontext(),
         site.ambient.in_force(),
-        _eager(),
         function.trial(watch) as trial,
-        tensors() as exposure,
+        way.mode(_device()),
+        Exposure() as exposure,
     ):
-        pairs = zip(in_specs, site.restored, strict=True)
-        inputs = [_zeros(spec, dtype) for spec, dtype in pairs]
+        pairs = zip(question.in_specs, question.dtypes(), strict=True)
+        inputs = [way.input(spec, dtype, _device()) for spec, dtype in pairs]
+        watch.made_by_hand(inputs)
         args, kwargs = site.arguments(inputs)
         try:
-            with watch, Swaps() as swaps:
+            with watch, swaps if shares else contextlib.nullcontext():
                 result = trial(args, kwargs)
         finally:
             watch.undo()
-    outputs = _outputs(function, result, source)
-    written = frozenset(i for i, x in enumerate(inputs) if watch.wrote(x) or exposure.exposed(x))
-    return _Trial(outputs, Effects(written, swaps.any), watch)
+        written = [i for i, x in enumerate(inputs) if watch.wrote(x) or exposure.exposed(x)]
+    return _outputs(function, result), frozenset(written), swaps.any
 
 
-def _outputs(function: TorchFunction, result: Any, source: str) -> Outputs:
+def _watch(way: _Way) -> Watch:
+    device = _device()
+    place = META if way is _ON_META and device.type != "cpu" else device
+    return Watch(place, valueless=way in _WITHOUT_VALUES)
+
+
+def _zeros(spec: Spec, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(spec.shape, dtype=dtype, device=device)
+
+
+def _empty(spec: Spec, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    del device
+    return torch.empty(spec.shape, dtype=dtype, device=META)
+
+
+@contextlib.contextmanager
+def _with_values(device: torch.device) -> Iterator[None]:
+    del device
+    with torch.random.fork_rng():
+        yield
+
+
+_ON_META = _Way("one run on tensors without values", _empty, on_meta)
+_ON_FAKES = _Way("one run on tensors without values", _zeros, on_fakes)
+_ON_ZEROS = _Way("one run on zeros", _zeros, _with_values)
+_WITHOUT_VALUES = (_ON_META, _ON_FAKES)
+
+
+def _on_values(values: Sequence[torch.Tensor]) -> _Way:
+    rest = iter(values)
+
+    def value(spec: Spec, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        del spec
+        return next(rest).to(device, dtype, copy=True)
+
+    return _Way("one run on values", value, _with_values)
+
+
+def _clear(error: BaseException | None) -> None:
+    """Takes the local variables out of the frames that an error has passed through."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _only(error: Exception) -> Exception:
+    """The error without what led to it."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
+def _first_line(error: Exception | None) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _outputs(function: TorchFunction, result: Any) -> Outputs:
     leaves, structure = flatten(result)
     for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
         if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
             raise OutputError(not_a_tensor(function, path, leaf))
     specs = tuple(Spec(tuple(x.shape), canonical_dtype(x.dtype)) for x in leaves)
-    return Outputs(specs, structure, source)
-
-
-def _zeros(spec: Spec, restored: torch.dtype | None) -> torch.Tensor:
-    dtype = dtype_j2t(spec.dtype) if restored is None else restored
-    return torch.zeros(spec.shape, dtype=dtype, device=_device())
+    return Outputs(specs, structure, source="")
 
 
 def _device() -> torch.device:
@@ -126,49 +224,54 @@ def _device() -> torch.device:
     return torch.device("cuda" if on_gpu else "cpu")
 
 
-@contextlib.contextmanager
-def _fake_tensors() -> Iterator[Exposure]:
-    # torch logs operators that fail on fake tensors with their tracebacks; here that is no error.
-    logger = logging.getLogger(FakeTensorMode.__module__)
-    disabled, logger.disabled = logger.disabled, True
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            yield Exposure()
-    finally:
-        logger.disabled = disabled
+def _check_fixed(question: Question, outputs: Outputs) -> None:
+    """Raises if an output that was empty for some values may not be empty for others.
+
+    XLA sees no need to call a function whose outputs are all empty, so no check would ever tell.
+    """
+    if is_fixed(question, outputs):
+        return
+    raise ShapeError(
+        f"the shapes that `{question.function.name}` returns seem to depend on the values of its "
+        f"inputs ({outputs.by_values}; {outputs.source} gives an empty tensor), but in JAX they "
+        "are fixed when a program is traced. Return a mask or `torch.where(...)` of fixed shape, "
+        "or pad to one shape. Wrap it with example arguments of which the values give that shape, "
+        "or declare it by `output_shapes=`."
+    )
+
+
+def is_fixed(question: Question, outputs: Outputs) -> bool:
+    """Whether no output is empty that may not be empty for other values."""
+    if not any(0 in spec.shape for spec in outputs.specs):
+        return True
+    return not outputs.by_values or all(0 in spec.shape for spec in question.in_specs)
 
 
 def _not_inferred(
-    function: TorchFunction,
-    site: Site,
-    in_specs: Sequence[Spec],
-    error: Exception,
-    refusal: Exception,
+    question: Question, error: Exception, refusal: Exception | None, on_values: bool
 ) -> EqxTorchError:
-    """The error for a function that raised `error` on zeros, and `refusal` on fake tensors."""
-    misfit = function.misfit(site)
+    """The error for a function that raised `error` on values, and `refusal` without."""
+    function = question.function
+    misfit = function.misfit(question.site)
     if misfit:
         return InputError(f"`{function.name}` was called with wrong arguments: {misfit}.")
-    inputs = function.described(site, [f"{s.dtype}{list(s.shape)}" for s in in_specs])
+    values = "the values at hand" if on_values else "zeros of these shapes"
+    advice = _advice(question, error, refusal, on_values)
     return ShapeError(
-        f"cannot infer what `{function.name}` returns for {inputs}: running it on zeros of these "
-        f"shapes raised {type(error).__name__}: {error}"
-        f"{_advice(function, site, in_specs, error, refusal)}"
+        f"cannot infer what `{function.name}` returns for {question.inputs}: running it on "
+        f"{values} raised {type(error).__name__}: {error}{advice}"
     )
 
 
 def _advice(
-    function: TorchFunction,
-    site: Site,
-    in_specs: Sequence[Spec],
-    error: Exception,
-    refusal: Exception,
+    question: Question, error: Exception, refusal: Exception | None, on_values: bool
 ) -> str:
     """What to write instead, on a line of its own; nothing if torch's message has to do."""
-    hint = dtype_hint(error, _dtypes(function, site, in_specs), x64_enabled())
+    labels = map(question.function.label, question.site.paths)
+    hint = dtype_hint(error, list(zip(labels, question.dtypes(), strict=True)), x64_enabled())
     if hint:
         return f"\n{hint}"
-    numbers = _numbers(function, site)
+    numbers = _numbers(question.function, question.site)
     if _is_about_jax(error):
         return (
             "\nTorch code met a JAX array, or JAX a tensor. Pass arrays as arguments instead of "
@@ -179,20 +282,13 @@ def _advice(
             f"\nPython numbers reach torch as they are ({numbers}). Where it needs a tensor, pass "
             "`jax.numpy.asarray` of them."
         )
-    if type(error) is type(refusal):  # without values, so it is none of these zeros that is wrong
+    if on_values or type(error) is type(refusal):  # then it is none of the zeros that is wrong
         return ""
     return (
-        "\nIf the inputs are right, declare the outputs: `output_shapes=` takes a tree of "
-        "`jax.ShapeDtypeStruct`, and the function is then not run to infer them."
+        "\nIf zeros are no good inputs, wrap the function with example arguments that are, which "
+        "it is then run on: `torch2jax(fn, *examples)`. Or declare the outputs: `output_shapes=` "
+        "takes a tree of `jax.ShapeDtypeStruct`, and the function is then not run to infer them."
     )
-
-
-def _dtypes(
-    function: TorchFunction, site: Site, in_specs: Sequence[Spec]
-) -> list[tuple[str, torch.dtype]]:
-    """The dtype that torch was given for each input, by name."""
-    triples = zip(site.paths, in_specs, site.restored, strict=True)
-    return [(function.label(p), restored or dtype_j2t(s.dtype)) for p, s, restored in triples]
 
 
 def _is_about_jax(error: Exception) -> bool:
@@ -211,35 +307,3 @@ def _numbers(function: TorchFunction, site: Site) -> str:
         for path, static in pairs
         if static is not None and type(static.value) in (int, float, complex)
     )
-
-
-def _check_fixed(
-    function: TorchFunction, in_specs: Sequence[Spec], outputs: Outputs, reason: str
-) -> None:
-    """Raises if an output that is empty for zeros may not be empty for other values.
-
-    XLA sees no need to call a function whose outputs are all empty, so no check would ever tell.
-    """
-    if not any(0 in spec.shape for spec in outputs.specs):
-        return
-    if all(0 in spec.shape for spec in in_specs):
-        return
-    raise ShapeError(
-        f"the shapes that `{function.name}` returns seem to depend on the values of its inputs "
-        f"({reason.splitlines()[0]}; for zeros it returns an empty tensor), but in JAX they are "
-        "fixed when a program is traced. Return a mask or `torch.where(...)` of fixed shape, or "
-        "declare one shape by `output_shapes=` and pad to it."
-    )
-
-
-@contextlib.contextmanager
-def _real_tensors() -> Iterator[Exposure]:
-    with torch.random.fork_rng(), Exposure() as exposure:
-        yield exposure
-
-
-def _eager() -> contextlib.AbstractContextManager[Any]:
-    """Compiled torch functions run uncompiled; if none was compiled, the compiler is not loaded."""
-    if "torch._dynamo" in sys.modules:
-        return torch.compiler.set_stance("force_eager")
-    return contextlib.nullcontext()

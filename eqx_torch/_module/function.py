@@ -7,30 +7,33 @@ and of adjoint solvers reads the module again, and must find the parameters of t
 """
 
 import contextlib
-import dataclasses
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from .._errors import ModuleError
 from .._program import (
     Compiled,
-    Effects,
     Kept,
     Lock,
     Residuals,
     Site,
+    Spec,
     Tensors,
     TorchFunction,
     VmapMethod,
 )
 from .._trees import flatten, Structure
-from .._watch import Draws, untouched, Watch
+from .._survivors import Before
+from .._watch import Draws, Watch
 from .blueprint import Blueprint, Skeleton
 from .rng import SEEDING
 
+
+SEED = Spec((2,), np.dtype("uint32"))
 
 _CPU = torch.device("cpu")
 _UNCHANGED = contextlib.nullcontext()
@@ -40,7 +43,6 @@ class ModuleFunction(TorchFunction):
     """See the module's docstring. Equal where blueprint, method and options are.
 
     Attributes:
-        draws: for each call site without a seed, the layers that drew random numbers.
         changed_state: the buffers that the last trial changed.
     """
 
@@ -73,7 +75,6 @@ class ModuleFunction(TorchFunction):
         self.blueprint = blueprint
         self.method = method
         self.own_inputs = len(blueprint.parameters) + len(blueprint.state)
-        self.draws: dict[Site, tuple[str, ...]] = {}
         self.changed_state: set[str] = set()
         self._held = _Held()
         self._quiet: set[bool] = set()
@@ -108,13 +109,14 @@ class ModuleFunction(TorchFunction):
             self._held.items.append(skeleton.unbind)
             # Wrappers of torch.func die with the transformation, so a layer must not keep one.
             # To look for them takes long, and one look tells whether a layer keeps anything.
-            restoring = untouched(skeleton.module) if functional and keeping else None
-            with restoring or _UNCHANGED:
+            before = Before(skeleton.module) if functional and keeping else None
+            try:
                 with self._seeding(arrays[state]) if seeded else self._unseeded(inference):
                     result = self._run(skeleton, args, kwargs)
                 new_state = skeleton.state()
-            if restoring is not None:
-                keeping = restoring.changed
+            finally:
+                if before is not None:
+                    keeping = before.give_back(lambda _: True)
             changed = skeleton.changed_constants()
             if changed:
                 raise ModuleError(self._changed_constants(changed))
@@ -168,7 +170,7 @@ class ModuleFunction(TorchFunction):
         def run(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             parameters, state, _, inference, *rest = args
             skeleton.set_mode(inference)
-            skeleton.place_constants(_device(args, kwargs))
+            skeleton.place_constants(watch.device)
             skeleton.bind(parameters, state)
             _LayerNames(skeleton.module, watch)
             result = self._run(skeleton, rest, kwargs)
@@ -186,13 +188,26 @@ class ModuleFunction(TorchFunction):
 
         yield run
 
-    def learn(self, site: Site, effects: Effects, watch: Watch) -> None:
-        count = len(self.blueprint.parameters)
-        state = range(count, count + len(self.blueprint.state))
+    def learn(
+        self, site: Site, in_specs: tuple[Spec, ...], written: frozenset[int], draws: Sequence[str]
+    ) -> None:
+        learnt = self.findings.at(site, in_specs)
         # The state is cloned before it is bound, whether or not it is written.
-        written = (effects.written or frozenset()).difference(state)
-        self.findings.note(site, dataclasses.replace(effects, written=written))
-        self.draws[site] = tuple(dict.fromkeys(watch.random))
+        learnt.written = written.difference(range(len(self.blueprint.parameters), self.own_inputs))
+        learnt.draws = tuple(dict.fromkeys(draws))
+        inference = site.statics[self.own_inputs + 1]
+        assert inference is not None
+        self._quiet.add(inference.value)
+
+    def learn_seeded(
+        self, site: Site, in_specs: tuple[Spec, ...], seeded: Site, seed: int
+    ) -> None:
+        """Takes note that a call with a seed, its input number `seed`, does as one without."""
+        written = self.findings.at(site, in_specs).written
+        if written is not None:
+            specs = (*in_specs[:seed], SEED, *in_specs[seed:])
+            moved = frozenset(i + (i >= seed) for i in written)
+            self.findings.at(seeded, specs).written = moved
 
     def _run(self, skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.method == "forward":
@@ -200,7 +215,7 @@ class ModuleFunction(TorchFunction):
         return getattr(skeleton.module, self.method)(*args, **kwargs)
 
     def _unseeded(self, inference: bool) -> contextlib.AbstractContextManager[None]:
-        return _UNCHANGED if self.draws or inference in self._quiet else self._tried(inference)
+        return _UNCHANGED if inference in self._quiet else self._tried(inference)
 
     @contextlib.contextmanager
     def _tried(self, inference: bool) -> Iterator[None]:
@@ -208,7 +223,7 @@ class ModuleFunction(TorchFunction):
         with Draws() as draws:
             yield
         if draws.any:
-            raise ModuleError(missing_key(self.name, []))
+            raise ModuleError(missing_key(self.name, [], inference))
         self._quiet.add(inference)
 
     def _seeding(self, seed: torch.Tensor) -> contextlib.AbstractContextManager[None]:
@@ -225,13 +240,13 @@ class ModuleFunction(TorchFunction):
         )
 
 
-def missing_key(name: str, layers: Sequence[str]) -> str:
+def missing_key(name: str, layers: Sequence[str], inference: bool) -> str:
     """The message for a call without a key of a module that draws random numbers."""
     where = f" in {first(layers)}" if layers else ""
+    mode = "" if inference else ", or `model = eqx.nn.inference_mode(model)` if this is not training"
     return (
         f"the forward of `{name}` draws random numbers{where}, but was called "
-        "without `key=`. Pass `key=jax.random.key(0)` (split it for each call), or "
-        "`model = eqx.nn.inference_mode(model)` if this is not training."
+        f"without `key=`. Pass `key=jax.random.key(0)` (split it for each call){mode}."
     )
 
 
@@ -281,8 +296,3 @@ def _end(items: list[Callable[[], None]]) -> None:
     while items:
         items.pop(0)()
 
-
-def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    """The device of the first tensor."""
-    tensors = (x for x in flatten((args, kwargs))[0] if isinstance(x, torch.Tensor))
-    return next((x.device for x in tensors), _CPU)

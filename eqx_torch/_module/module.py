@@ -9,8 +9,8 @@ import jax.core
 import jax.numpy as jnp
 
 from .._errors import InputError, ModuleError
-from .._invoke import Arguments, invoke
-from .._probe import Outputs
+from .._invoke import Arguments, invoke, outputs_of
+from .._program import Outputs
 from .._sharding import check_replicated
 from .attributes import missing_attribute
 from .core import Core
@@ -165,19 +165,20 @@ def _run(
     arguments = Arguments(core.function, (*tensors, False, inference, *args), kwargs)
     others = [x for x in arguments.arrays() if not any(x is b for b in buffers.values())]
     check_replicated(core.name, "buffer", buffers, others, _ON_THE_MESH)
-    specs = arguments.specs()
     restored = core.restored(Arguments(core.function, args, kwargs))
     site = arguments.site(restored)
-    outputs = core.infer(site, specs)
-    draws = core.draws(site, inference)
+    out_specs = core.options.out_specs
+    _, shards, outputs = outputs_of(core.function, core.infer, arguments, site, out_specs)
+    draws = core.draws(site, shards, inference)
     if draws and key is None:
-        raise ModuleError(missing_key(core.name, draws))
+        raise ModuleError(missing_key(core.name, draws, inference))
     seed = None
     if key is not None and draws != ():
         seed = len(module.params) + len(buffers)
         seeded = (*tensors, seed_of(key), inference, *args)
         arguments = Arguments(core.function, seeded, kwargs)
         restored = (*restored[:seed], None, *restored[seed:])
+        core.function.learn_seeded(site, shards, arguments.site(restored), seed)
 
     def known(*_: Any) -> Outputs:
         return outputs
@@ -187,7 +188,7 @@ def _run(
         known,
         arguments,
         restored=restored,
-        out_specs=core.options.out_specs,
+        out_specs=out_specs,
         per_shard=ModuleShards(seed, len(buffers)),
     )
 
