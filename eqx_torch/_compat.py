@@ -4,6 +4,7 @@ Each private import stands here with the reason why no public name would do, so 
 release of JAX or torch can only break this file.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -83,9 +84,11 @@ from torch.utils._python_dispatch import (
 
 __all__ = [
     "FakeTensorMode",
+    "SWAPPING",
     "StorageWeakRef",
     "TorchDispatchMode",
     "any_autocast",
+    "is_all_true",
     "from_dlpack",
     "refuse_pointers",
     "set_forward_grad_enabled",
@@ -112,6 +115,13 @@ _CALLBACK_TARGETS = {
     "cuda": "xla_buffer_python_gpu_callback",
     "rocm": "xla_buffer_python_gpu_callback",
 }
+
+
+# What puts tensors in the place of a module's parameters, for `torch.func.functional_call` and others.
+SWAPPING = inspect.unwrap(torch.nn.utils.stateless._reparametrize_module).__code__
+
+# What `torch.distributions` asks of a check of its arguments, to raise if it is not so.
+is_all_true = torch._is_all_true
 
 
 def cached_weakly(cls: _Class) -> _Class:

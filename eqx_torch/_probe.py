@@ -85,7 +85,7 @@ def probe(question: Question, values: Values | None = None, reason: str = "") ->
         except EqxTorchError:
             raise
         except Exception as error:
-            refusal = _only(error)
+            refusal = error.with_traceback(None)
         if isinstance(refusal, NeedsValues):
             break
     reason = reason or _first_line(refusal)
@@ -121,8 +121,11 @@ def _run(question: Question, way: _Way) -> Outputs:
         try:
             outputs, written, swaps = _watched(question, way, watch)
         except Exception as error:
-            _clear(error)
-            before.end(watch, name)
+            if way in _WITHOUT_VALUES and not isinstance(error, EqxTorchError):
+                _forget_frames(error)
+                before.end(watch, name)
+            else:  # it is for the user, with the frames and all that they hold
+                before.repair(watch)
             raise
         before.end(watch, name)
     function.findings.swaps |= swaps
@@ -193,17 +196,10 @@ def _on_values(values: Sequence[torch.Tensor]) -> _Way:
     return _Way("one run on values", value, _with_values)
 
 
-def _clear(error: BaseException | None) -> None:
-    """Takes the local variables out of the frames that an error has passed through."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
-def _only(error: Exception) -> Exception:
-    """The error without what led to it."""
+def _forget_frames(error: Exception) -> None:
+    """Takes from an error the frames that it has passed through, whose variables hold tensors."""
     error.__cause__ = error.__context__ = None
-    return error.with_traceback(None)
+    error.with_traceback(None)
 
 
 def _first_line(error: Exception | None) -> str:

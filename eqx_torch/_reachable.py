@@ -82,10 +82,10 @@ def kept_by(item: Any) -> Iterable[Any]:
 
 
 def _contents(container: Any) -> Iterable[Any]:
-    if len(container) > LARGE:
-        return ()
-    # Another thread may be adding to it.
-    return tuple(container.copy().values() if isinstance(container, dict) else container)
+    # Classes may have their own idea of what a dict has, and other threads may be adding to it.
+    if isinstance(container, dict):
+        return tuple(dict.copy(container).values()) if dict.__len__(container) <= LARGE else ()
+    return tuple(container) if len(container) <= LARGE else ()
 
 
 def _is_users(item: Any) -> bool:

@@ -48,17 +48,21 @@ class Before:
         """
         return any([slot(holds) for slot in self._slots])
 
+    def repair(self, watch: Watch) -> None:
+        """Gives slots back what they held, where they hold a tensor of a run."""
+        watch.forget()
+        if left := watch.survivors():
+            self.give_back(functools.partial(_holds, left))
+
     def end(self, watch: Watch, name: str) -> None:
         """Ends a run: none of its tensors is alive after this.
 
         Raises:
             ShapeError: something has kept one that cannot be given back what it held before.
         """
-        watch.forget()
-        if left := watch.survivors():
-            self.give_back(functools.partial(_holds, left))
-            if watch.survivors():
-                gc.collect()  # tensors may be parts of cycles
+        self.repair(watch)
+        if watch.survivors():
+            gc.collect()  # tensors may be parts of cycles
         if left := watch.survivors():
             holder = _holder([x for x in gc.get_objects() if _is_one_of(left, x)])
             if holder is not None:
@@ -71,7 +75,8 @@ def _slots(item: Any) -> Iterator[Callable[[Holds], bool]]:
         if item.is_leaf and item.requires_grad:
             yield functools.partial(_attribute, item, "grad", item.grad)
     elif isinstance(item, dict):
-        yield functools.partial(_dict, item, item.copy() if len(item) <= LARGE else None, len(item))
+        size = dict.__len__(item)  # classes may have their own idea of it, and of copies
+        yield functools.partial(_dict, item, dict.copy(item) if size <= LARGE else None, size)
     elif isinstance(item, list | collections.deque):
         yield functools.partial(_list, item, list(item) if len(item) <= LARGE else None, len(item))
     elif isinstance(item, set):
@@ -101,7 +106,7 @@ def _attribute(item: Any, name: str, before: Any, holds: Holds) -> bool:
 
 
 def _entry(container: dict[Any, Any], key: Any, before: Any, holds: Holds) -> bool:
-    value = container.get(key, _ABSENT)
+    value = dict.get(container, key, _ABSENT)
     if value is before or not holds(value):
         return False
     if before is _ABSENT:
@@ -115,9 +120,9 @@ def _dict(
     container: dict[Any, Any], before: dict[Any, Any] | None, size: int, holds: Holds
 ) -> bool:
     if before is None:  # then what is new stands at the end
-        new = itertools.islice(reversed(container), max(len(container) - size, 0))
+        new = itertools.islice(dict.__reversed__(container), max(dict.__len__(container) - size, 0))
         return any([_entry(container, key, _ABSENT, holds) for key in list(new)])
-    keys = list(container)
+    keys = list(dict.keys(container))
     return any([_entry(container, key, before.get(key, _ABSENT), holds) for key in keys])
 
 

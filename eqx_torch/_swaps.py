@@ -13,22 +13,21 @@ from typing import Any
 
 import torch
 
+from ._compat import SWAPPING
 from ._reachable import is_library, kept_by, names_in, reachable
 
 
 _SWAPPER = "functional_call"
-_CALLS = (torch.nn.Module._call_impl.__code__, torch.func.functional_call.__code__)
 
 
 class Swaps(contextlib.AbstractContextManager["Swaps"]):
-    """Sees whether a module runs in this thread with tensors in the place of its parameters.
+    """Sees whether a function replaces a module's parameters, in this thread.
 
-    It looks at each call of a module as a profiler would, which concerns this thread alone; where
-    one is at work already, it sees nothing. Tensors that are put in the place of buffers, or
-    parameters in that of others, are seen only if `functional_call` does it.
+    It looks at calls as a profiler does, which concerns this thread alone; where one is at work
+    already, it sees nothing.
 
     Attributes:
-        any: whether one has.
+        any: whether it has.
     """
 
     def __init__(self) -> None:
@@ -45,16 +44,7 @@ class Swaps(contextlib.AbstractContextManager["Swaps"]):
             sys.setprofile(None)
 
     def _look_at(self, frame: types.FrameType, event: str, _: Any) -> None:
-        if event != "call" or frame.f_code not in _CALLS or self.any:
-            return
-        module = frame.f_locals.get("self")
-        self.any = module is None or any(map(_is_swapped, module.modules()))
-
-
-def _is_swapped(module: torch.nn.Module) -> bool:
-    return any(
-        not isinstance(p, torch.nn.Parameter) for p in module._parameters.values() if p is not None
-    )
+        self.any = self.any or (event == "call" and frame.f_code is SWAPPING)
 
 
 def seems_to_swap(function: Callable[..., Any]) -> bool:

@@ -19,7 +19,13 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ._compat import any_autocast, FakeTensorMode, refuse_pointers, TorchDispatchMode
+from ._compat import (
+    any_autocast,
+    FakeTensorMode,
+    is_all_true,
+    refuse_pointers,
+    TorchDispatchMode,
+)
 from ._watch import draws, EXPOSING, storage_key, writes
 
 
@@ -85,7 +91,7 @@ class _Operators(TorchDispatchMode):
         known = tensors and all(map(self._has_values, tensors))
         if known and self._only_reads(func, args, kwargs):
             return func(*args, **kwargs)
-        if not _BY_VALUES.isdisjoint(func.tags):
+        if not _BY_VALUES.isdisjoint(func.tags) and not _is_sized(func, args, kwargs):
             raise self.refuse(NeedsValues(f"{func} needs the values of its arguments"))
         self._stale.update(storage_key(x) for x in writes(func, args, kwargs) if not x.is_meta)
         return self._on_meta(func, args, kwargs, tensors)
@@ -135,7 +141,7 @@ class _Pretence(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch._is_all_true:
+        if func is is_all_true:
             # What `torch.distributions` does with this is to raise or not.
             return True
         if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
@@ -147,6 +153,16 @@ class _Pretence(TorchFunctionMode):
                 name = getattr(func, "__name__", str(func))
                 raise self._operators.refuse(NeedsValues(f"`Tensor.{name}` needs values"))
         return func(*args, **(kwargs or {}))
+
+
+def _is_sized(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether these arguments alone say which shape an operator gives that in general needs values.
+
+    Elements are taken at places that are given by numbers, not by a mask, or the size is passed.
+    """
+    if func is torch.ops.aten.index.Tensor:
+        return not any(i.dtype in (torch.bool, torch.uint8) for i in args[1] if i is not None)
+    return kwargs.get("output_size") is not None
 
 
 def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
