@@ -78,10 +78,13 @@ def probe(question: Question, values: Values | None = None, reason: str = "") ->
         ShapeError: the function ran on no tensors of these shapes, or the result depends on values.
         OutputError: it returned something other than tensors.
     """
+    function = question.function
+    with function.lock_to_try() or contextlib.nullcontext():
+        before = Before(function.python)
     refusal: Exception | None = None
     for way in () if reason else _WITHOUT_VALUES:
         try:
-            return _run(question, way)
+            return _run(question, way, before)
         except EqxTorchError:
             raise
         except Exception as error:
@@ -92,15 +95,16 @@ def probe(question: Question, values: Values | None = None, reason: str = "") ->
     at_hand = values and values()
     try:
         if at_hand is not None:
-            return dataclasses.replace(_run(question, _on_values(at_hand)), by_values=reason)
-        outputs = dataclasses.replace(_run(question, _ON_ZEROS), by_values=reason)
+            outputs = _run(question, _on_values(at_hand), before)
+            return dataclasses.replace(outputs, by_values=reason)
+        outputs = dataclasses.replace(_run(question, _ON_ZEROS, before), by_values=reason)
     except EqxTorchError:
         raise
     except Exception as error:
         raise _not_inferred(question, error, refusal, at_hand is not None) from error
     _check_fixed(question, outputs)
     warnings.warn(
-        f"the output shapes of `{question.function.name}` were inferred by running it on zeros, "
+        f"the output shapes of `{function.name}` were inferred by running it on zeros, "
         f"because it does not run on tensors without values: {reason}\n{_ZEROS_ADVICE}",
         stacklevel=3,
     )
@@ -113,10 +117,9 @@ _ZEROS_ADVICE = (
 )
 
 
-def _run(question: Question, way: _Way) -> Outputs:
+def _run(question: Question, way: _Way, before: Before) -> Outputs:
     function, name = question.function, question.function.name
     with function.lock_to_try() or contextlib.nullcontext():
-        before = Before(function.python)
         watch = _watch(way)
         try:
             outputs, written, swaps = _watched(question, way, watch)

@@ -77,7 +77,7 @@ def kept_by(item: Any) -> Iterable[Any]:
     if isinstance(item, CachedFunction):
         return [item.__wrapped__]
     if isinstance(item, type):
-        return [] if is_library(item.__module__) else _methods(item)
+        return [] if is_library(item.__module__) else _members(item)
     return [item.__dict__, type(item)] if _is_users(item) else []
 
 
@@ -102,10 +102,10 @@ def is_filled(cell: types.CellType) -> bool:
         return False
 
 
-def _methods(cls: type) -> list[Any]:
-    values = itertools.chain(*(vars(c).values() for c in cls.__mro__ if not is_library(c.__module__)))
-    functions = types.FunctionType | CachedFunction
-    return [x for x in map(_behind_descriptor, values) if isinstance(x, functions)]
+def _members(cls: type) -> list[Any]:
+    """The methods of a class, and what else is kept in it."""
+    own = [tuple(vars(c).values()) for c in cls.__mro__ if not is_library(c.__module__)]
+    return list(map(_behind_descriptor, itertools.chain(*own)))
 
 
 def _behind_descriptor(x: Any) -> Any:
