@@ -63,7 +63,7 @@ class _Way:
 
     source: str
     input: Callable[[Spec, torch.dtype, torch.device], torch.Tensor]
-    mode: Callable[[torch.device], contextlib.AbstractContextManager[Any]]
+    mode: Callable[[torch.device], contextlib.AbstractContextManager[Exposure | None]]
 
 
 def probe(question: Question, values: Values | None = None, reason: str = "") -> Outputs:
@@ -145,8 +145,7 @@ def _watched(
     with (
         site.ambient.in_force(),
         function.trial(watch) as trial,
-        way.mode(_device()),
-        Exposure() as exposure,
+        way.mode(_device()) as exposure,
     ):
         pairs = zip(question.in_specs, question.dtypes(), strict=True)
         inputs = [way.input(spec, dtype, _device()) for spec, dtype in pairs]
@@ -157,7 +156,8 @@ def _watched(
                 result = trial(args, kwargs)
         finally:
             watch.undo()
-        written = [i for i, x in enumerate(inputs) if watch.wrote(x) or exposure.exposed(x)]
+        exposed = exposure.exposed if exposure else lambda _: False
+        written = [i for i, x in enumerate(inputs) if watch.wrote(x) or exposed(x)]
     return _outputs(function, result), frozenset(written), swaps.any
 
 
@@ -177,10 +177,10 @@ def _empty(spec: Spec, dtype: torch.dtype, device: torch.device) -> torch.Tensor
 
 
 @contextlib.contextmanager
-def _with_values(device: torch.device) -> Iterator[None]:
+def _with_values(device: torch.device) -> Iterator[Exposure]:
     del device
-    with torch.random.fork_rng():
-        yield
+    with torch.random.fork_rng(), Exposure() as exposure:
+        yield exposure
 
 
 _ON_META = _Way("one run on tensors without values", _empty, on_meta)
@@ -228,22 +228,25 @@ def _check_fixed(question: Question, outputs: Outputs) -> None:
 
     XLA sees no need to call a function whose outputs are all empty, so no check would ever tell.
     """
-    if is_fixed(question, outputs):
+    if _without_elements(question) or not any(0 in spec.shape for spec in outputs.specs):
         return
     raise ShapeError(
         f"the shapes that `{question.function.name}` returns seem to depend on the values of its "
-        f"inputs ({outputs.by_values}; {outputs.source} gives an empty tensor), but in JAX they "
+        f"inputs ({outputs.by_values}; for zeros it returns an empty tensor), but in JAX they "
         "are fixed when a program is traced. Return a mask or `torch.where(...)` of fixed shape, "
         "or pad to one shape. Wrap it with example arguments of which the values give that shape, "
         "or declare it by `output_shapes=`."
     )
 
 
-def is_fixed(question: Question, outputs: Outputs) -> bool:
-    """Whether no output is empty that may not be empty for other values."""
-    if not any(0 in spec.shape for spec in outputs.specs):
-        return True
-    return not outputs.by_values or all(0 in spec.shape for spec in question.in_specs)
+def is_checked(question: Question, outputs: Outputs) -> bool:
+    """Whether a call for which these outputs are expected tells if it has others."""
+    empty = all(0 in spec.shape for spec in outputs.specs)
+    return not empty or not outputs.by_values or _without_elements(question)
+
+
+def _without_elements(question: Question) -> bool:
+    return all(0 in spec.shape for spec in question.in_specs)
 
 
 def _not_inferred(
@@ -281,6 +284,12 @@ def _advice(
             f"\nPython numbers reach torch as they are ({numbers}). Where it needs a tensor, pass "
             "`jax.numpy.asarray` of them."
         )
+    if _passed(error, "torch.distributions"):
+        return (
+            "\nDistributions check the values of their arguments when they are made: pass "
+            "`validate_args=False`, or wrap the function with example arguments that are valid, "
+            "`torch2jax(fn, *examples)`."
+        )
     if on_values or type(error) is type(refusal):  # then it is none of the zeros that is wrong
         return ""
     return (
@@ -292,10 +301,15 @@ def _advice(
 
 def _is_about_jax(error: Exception) -> bool:
     """Whether torch code met a JAX array, or JAX code a tensor."""
-    frames = traceback.walk_tb(error.__traceback__)
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
     named = any(name in str(error) for name in ("ArrayImpl", "Tracer", "<class 'torch.Tensor'>"))
-    return named or any(name.split(".")[0] in ("jax", "jaxlib") for name in modules)
+    return named or _passed(error, "jax", "jaxlib")
+
+
+def _passed(error: Exception, *packages: str) -> bool:
+    """Whether an error has passed through code of one of these packages."""
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = [frame.f_globals.get("__name__", "") + "." for frame, _ in frames]
+    return any(module.startswith(f"{package}.") for module in modules for package in packages)
 
 
 def _numbers(function: TorchFunction, site: Site) -> str:

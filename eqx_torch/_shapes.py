@@ -16,7 +16,7 @@ import torch
 from ._annotations import Signature
 from ._dtypes import canonical_dtype, is_inexact, x64_enabled
 from ._errors import ShapeError
-from ._probe import is_fixed, probe, Question, Values
+from ._probe import is_checked, probe, Question, Values
 from ._program import Outputs, Site, Spec, TorchFunction
 from ._trees import flatten
 
@@ -113,7 +113,7 @@ class Inference:
         if outputs is not None and (values is None or not outputs.by_values):
             return outputs
         found = probe(question, values, outputs.by_values if outputs else "")
-        if outputs is None and is_fixed(question, found):
+        if outputs is None and is_checked(question, found):
             known[x64_enabled()] = found
         return found
 

@@ -12,6 +12,7 @@ here is refused, and tried there.
 
 import contextlib
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -39,6 +40,8 @@ _KINDS = {
     torch.Tensor.is_cuda.__get__: "cuda",
     torch.Tensor.is_meta.__get__: "meta",
 }
+_BOOL = torch.Tensor.__bool__
+_CONSTRAINTS = "torch.distributions.constraints"
 _READING = EXPOSING | {torch.Tensor.tolist, torch.Tensor.item}
 
 
@@ -141,14 +144,16 @@ class _Pretence(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # What `torch.distributions` does with these is to raise or not.
         if func is is_all_true:
-            # What `torch.distributions` does with this is to raise or not.
             return True
         if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
             if func == _DEVICE:
                 return self._device
             if func in _KINDS:
                 return self._device.type == _KINDS[func]
+            if func == _BOOL and sys._getframe(1).f_globals.get("__name__") == _CONSTRAINTS:
+                return True
             if func in _READING:
                 name = getattr(func, "__name__", str(func))
                 raise self._operators.refuse(NeedsValues(f"`Tensor.{name}` needs values"))
