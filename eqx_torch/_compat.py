@@ -78,7 +78,7 @@ from torch.utils._python_dispatch import (
     # Copies of real storages are taken in the middle of a run on fake tensors.
     _disable_current_modes as without_modes,
     # The only hook that sees each operator with its schema, hence each write; for probing.
-    TorchDispatchMode as TorchDispatchMode,
+    TorchDispatchMode as _TorchDispatchMode,
 )
 
 
@@ -122,6 +122,16 @@ SWAPPING = inspect.unwrap(torch.nn.utils.stateless._reparametrize_module).__code
 
 # What `torch.distributions` asks of a check of its arguments, to raise if it is not so.
 is_all_true = torch._is_all_true
+
+
+class TorchDispatchMode(_TorchDispatchMode):
+    """The only hook that sees each operator with its schema, hence each write; for probing."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would load its compiler to tell it not to compile these hooks. Functions that run
+        # under them are not compiled in any case.
+        return False
 
 
 def cached_weakly(cls: _Class) -> _Class:
