@@ -30,8 +30,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir, partial_eval
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from torch._C import (
-    # Tensors can be asked about in the middle of a run without the run's own function mode.
-    DisableTorchFunction as without_function_modes,
     # Whether torch has a batching rule for an operator, which public names do not say.
     _dispatch_has_kernel_for_dispatch_key as _has_kernel,
     # `torch.from_dlpack` takes a capsule too, but is a Python function: 0.5 us more for each array.
@@ -47,6 +45,8 @@ from torch._C import (
     # C++ code would read and write at address zero for a tensor on the meta device; `torch.compile`
     # marks fake tensors by this.
     _set_throw_on_mutable_data_ptr as refuse_pointers,
+    # Tensors can be asked about in the middle of a run without the run's own function mode.
+    DisableTorchFunction as WithoutFunctionModes,
 )
 from torch._functorch.autograd_function import (
     # What `torch.library.register_vmap` uses, which refuses operators with keyword-only tensors.
@@ -83,18 +83,18 @@ from torch.utils._python_dispatch import (
 
 
 __all__ = [
-    "FakeTensorMode",
     "SWAPPING",
+    "FakeTensorMode",
     "StorageWeakRef",
     "TorchDispatchMode",
+    "WithoutFunctionModes",
     "any_autocast",
-    "is_all_true",
     "from_dlpack",
+    "is_all_true",
     "refuse_pointers",
     "set_forward_grad_enabled",
     "set_grad_enabled",
     "torch_function_modes",
-    "without_function_modes",
     "without_modes",
 ]
 
@@ -117,7 +117,8 @@ _CALLBACK_TARGETS = {
 }
 
 
-# What puts tensors in the place of a module's parameters, for `torch.func.functional_call` and others.
+# What puts tensors in the place of a module's parameters: `torch.func.functional_call` calls it, as
+# do those that it took over from.
 SWAPPING = inspect.unwrap(torch.nn.utils.stateless._reparametrize_module).__code__
 
 # What `torch.distributions` asks of a check of its arguments, to raise if it is not so.

@@ -136,7 +136,6 @@ def invoke(
     if FAILURES.pending:
         FAILURES.raise_pending()
     arrays = arguments.arrays()
-    in_specs = arguments.specs()
     site = arguments.site(restored)
     if frozen is not None:
         arrays = [jax.lax.stop_gradient(x) if f else x for x, f in zip(arrays, frozen, strict=True)]

@@ -22,7 +22,7 @@ from ._program import dtype_hint, not_a_tensor, Outputs, Site, Spec, TorchFuncti
 from ._survivors import Before
 from ._swaps import reaches_module, Swaps
 from ._trees import flatten, leaf_paths
-from ._valueless import META, NeedsValues, on_fakes, on_meta
+from ._valueless import META, on_fakes, on_meta
 from ._watch import Exposure, Watch
 
 
@@ -89,8 +89,6 @@ def probe(question: Question, values: Values | None = None, reason: str = "") ->
             raise
         except Exception as error:
             refusal = error.with_traceback(None)
-        if isinstance(refusal, NeedsValues):
-            break
     reason = reason or _first_line(refusal)
     at_hand = values and values()
     try:
@@ -136,9 +134,7 @@ def _run(question: Question, way: _Way, before: Before) -> Outputs:
     return dataclasses.replace(outputs, source=way.source)
 
 
-def _watched(
-    question: Question, way: _Way, watch: Watch
-) -> tuple[Outputs, frozenset[int], bool]:
+def _watched(question: Question, way: _Way, watch: Watch) -> tuple[Outputs, frozenset[int], bool]:
     function, site = question.function, question.site
     shares = not function.isolated and reaches_module(function.python)
     swaps = Swaps()

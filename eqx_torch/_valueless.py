@@ -171,9 +171,7 @@ def _is_sized(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META
-    )
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
 
 
 def _placed(x: Any, metas: dict[int, torch.Tensor]) -> Any:

@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from ._compat import (
     StorageWeakRef,
     TorchDispatchMode,
-    without_function_modes,
     without_modes,
+    WithoutFunctionModes,
 )
 
 
@@ -96,7 +96,7 @@ class Watch(TorchDispatchMode):
     def made_by_hand(self, tensors: Iterable[torch.Tensor]) -> None:
         """Takes tensors that no operator of the run has made for its own."""
         for tensor in tensors:
-            with without_function_modes():
+            with WithoutFunctionModes():
                 self._made[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
     def _note(self, tensor: torch.Tensor) -> None:
@@ -105,7 +105,7 @@ class Watch(TorchDispatchMode):
             return
         self._written[key] = tensor
         if not self._valueless:
-            with without_function_modes(), without_modes():
+            with WithoutFunctionModes(), without_modes():
                 storage = tensor.untyped_storage()
                 self._before.append((storage, storage.clone()))
 
@@ -208,5 +208,5 @@ def _dense(tree: Any) -> Iterator[torch.Tensor]:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory."""
-    with without_function_modes():
+    with WithoutFunctionModes():
         return tensor.untyped_storage()._cdata

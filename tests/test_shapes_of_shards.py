@@ -132,7 +132,9 @@ def test_declared_shapes_are_global():
             torch2jax(plain, output_shapes=shape, out_specs=P("x")),
         ):
             assert_trees_equal(jax.jit(f)(x), X.sum(1))
-        wrong = torch2jax(plain, output_shapes=jax.ShapeDtypeStruct((6,), "float32"), out_specs=P("x"))
+        wrong = torch2jax(
+            plain, output_shapes=jax.ShapeDtypeStruct((6,), "float32"), out_specs=P("x")
+        )
         with pytest.raises(ShardingError, match="cannot be divided"):
             wrong(x)
 

@@ -72,7 +72,7 @@ def test_caches_are_emptied_only_of_tensors():
     def length(n):
         return n + 1
 
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def grid(n):
         return torch.arange(float(n))
 

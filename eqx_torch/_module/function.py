@@ -26,8 +26,8 @@ from .._program import (
     TorchFunction,
     VmapMethod,
 )
-from .._trees import flatten, Structure
 from .._survivors import Before
+from .._trees import flatten, Structure
 from .._watch import Draws, Watch
 from .blueprint import Blueprint, Skeleton
 from .rng import SEEDING
@@ -199,9 +199,7 @@ class ModuleFunction(TorchFunction):
         assert inference is not None
         self._quiet.add(inference.value)
 
-    def learn_seeded(
-        self, site: Site, in_specs: tuple[Spec, ...], seeded: Site, seed: int
-    ) -> None:
+    def learn_seeded(self, site: Site, in_specs: tuple[Spec, ...], seeded: Site, seed: int) -> None:
         """Takes note that a call with a seed, its input number `seed`, does as one without."""
         written = self.findings.at(site, in_specs).written
         if written is not None:
@@ -243,7 +241,9 @@ class ModuleFunction(TorchFunction):
 def missing_key(name: str, layers: Sequence[str], inference: bool) -> str:
     """The message for a call without a key of a module that draws random numbers."""
     where = f" in {first(layers)}" if layers else ""
-    mode = "" if inference else ", or `model = eqx.nn.inference_mode(model)` if this is not training"
+    mode = (
+        "" if inference else ", or `model = eqx.nn.inference_mode(model)` if this is not training"
+    )
     return (
         f"the forward of `{name}` draws random numbers{where}, but was called "
         f"without `key=`. Pass `key=jax.random.key(0)` (split it for each call){mode}."
@@ -295,4 +295,3 @@ class _LayerNames:
 def _end(items: list[Callable[[], None]]) -> None:
     while items:
         items.pop(0)()
-
