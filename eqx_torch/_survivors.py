@@ -46,7 +46,8 @@ class Before:
         Returns:
             Whether there were any.
         """
-        return any([slot(holds) for slot in self._slots])
+        given_back = [slot(holds) for slot in self._slots]
+        return any(given_back)
 
     def repair(self, watch: Watch) -> None:
         """Gives slots back what they held, where they hold a tensor of a run."""
@@ -121,9 +122,11 @@ def _dict(
 ) -> bool:
     if before is None:  # then what is new stands at the end
         new = itertools.islice(dict.__reversed__(container), max(dict.__len__(container) - size, 0))
-        return any([_entry(container, key, _ABSENT, holds) for key in list(new)])
-    keys = list(dict.keys(container))
-    return any([_entry(container, key, before.get(key, _ABSENT), holds) for key in keys])
+        before, keys = {}, list(new)
+    else:
+        keys = list(dict.keys(container))
+    given_back = [_entry(container, key, before.get(key, _ABSENT), holds) for key in keys]
+    return any(given_back)
 
 
 def _list(container: Any, before: list[Any] | None, size: int, holds: Holds) -> bool:
@@ -133,10 +136,10 @@ def _list(container: Any, before: list[Any] | None, size: int, holds: Holds) -> 
     else:
         known = set(map(id, before))
         wrong = [i for i, x in enumerate(now) if id(x) not in known and holds(x)]
-    in_place = before is not None and len(now) >= size
-    in_place = in_place and all(now[i] is before[i] for i in set(range(size)).difference(wrong))
+    same = set(range(size)).difference(wrong)
+    in_place = before and len(now) >= size and all(now[i] is before[i] for i in same)
     for i in reversed(wrong):
-        if in_place and i < size:
+        if before and in_place and i < size:
             container[i] = before[i]
         else:
             del container[i]
@@ -151,7 +154,8 @@ def _set(container: set[Any], holds: Holds) -> bool:
 
 def _class(cls: type, before: dict[str, Any], holds: Holds) -> bool:
     changed = [n for n, value in dict(vars(cls)).items() if value is not before.get(n, _ABSENT)]
-    return any([_attribute(cls, name, before.get(name, _ABSENT), holds) for name in changed])
+    given_back = [_attribute(cls, name, before.get(name, _ABSENT), holds) for name in changed]
+    return any(given_back)
 
 
 def _cache(function: Any, holds: Holds) -> bool:

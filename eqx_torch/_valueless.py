@@ -34,22 +34,23 @@ META = torch.device("meta")
 _SMALL = 10_000  # elements
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _BY_VALUES = frozenset([torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output])
-_DEVICE = torch.Tensor.device.__get__
+_ATTRIBUTES: Any = torch.Tensor  # of which the stub knows the values only
+_DEVICE = _ATTRIBUTES.device.__get__
 _KINDS = {
-    torch.Tensor.is_cpu.__get__: "cpu",
-    torch.Tensor.is_cuda.__get__: "cuda",
-    torch.Tensor.is_meta.__get__: "meta",
+    _ATTRIBUTES.is_cpu.__get__: "cpu",
+    _ATTRIBUTES.is_cuda.__get__: "cuda",
+    _ATTRIBUTES.is_meta.__get__: "meta",
 }
 _BOOL = torch.Tensor.__bool__
 _CONSTRAINTS = "torch.distributions.constraints"
 _READING = EXPOSING | {torch.Tensor.tolist, torch.Tensor.item}
 
 
-class NeedsValues(RuntimeError):
+class NeedsValuesError(RuntimeError):
     """Code asked for the values of a tensor that has none."""
 
 
-class _NotHere(RuntimeError):
+class _NotHereError(RuntimeError):
     """Something that only fake tensors do right."""
 
 
@@ -58,7 +59,7 @@ def on_meta(device: torch.device) -> Iterator[None]:
     """Operators give tensors without values, which pretend to be on `device`.
 
     Raises:
-        NeedsValues: when the run ends, if it has asked for values, whatever became of that.
+        NeedsValuesError: when the run ends, if it has asked for values, whatever became of that.
     """
     operators = _Operators(device)
     pretence = _Pretence(device, operators)
@@ -87,15 +88,15 @@ class _Operators(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any_autocast():
-            raise self.refuse(_NotHere("autocast does not act on tensors without values"))
+            raise self.refuse(_NotHereError("autocast does not act on tensors without values"))
         tensors = list(_tensors((args, kwargs)))
         if any(type(x) not in _PLAIN or x.layout is not torch.strided for x in tensors):
-            raise self.refuse(_NotHere(f"{func} has arguments of a type of their own"))
+            raise self.refuse(_NotHereError(f"{func} has arguments of a type of their own"))
         known = tensors and all(map(self._has_values, tensors))
         if known and self._only_reads(func, args, kwargs):
             return func(*args, **kwargs)
         if not _BY_VALUES.isdisjoint(func.tags) and not _is_sized(func, args, kwargs):
-            raise self.refuse(NeedsValues(f"{func} needs the values of its arguments"))
+            raise self.refuse(NeedsValuesError(f"{func} needs the values of its arguments"))
         self._stale.update(storage_key(x) for x in writes(func, args, kwargs) if not x.is_meta)
         return self._on_meta(func, args, kwargs, tensors)
 
@@ -117,7 +118,7 @@ class _Operators(TorchDispatchMode):
         real = {id(x): x for x in tensors if not x.is_meta}
         mixed = len(real) < len(tensors) and any(x.is_cpu and x.ndim for x in real.values())
         if mixed and self._device.type != "cpu" and "device" not in kwargs:
-            raise self.refuse(_NotHere("tensors of several devices meet"))
+            raise self.refuse(_NotHereError("tensors of several devices meet"))
         metas = {key: _as_meta(x) for key, x in real.items()}
         place = lambda x: _placed(x, metas)  # noqa: E731
         args, kwargs = _mapped(place, args), _mapped(place, kwargs)
@@ -156,7 +157,7 @@ class _Pretence(TorchFunctionMode):
                 return True
             if func in _READING:
                 name = getattr(func, "__name__", str(func))
-                raise self._operators.refuse(NeedsValues(f"`Tensor.{name}` needs values"))
+                raise self._operators.refuse(NeedsValuesError(f"`Tensor.{name}` needs values"))
         return func(*args, **(kwargs or {}))
 
 

@@ -28,6 +28,8 @@ _STATISTICS = ("running_mean", "running_var")
 # Operators that may draw random numbers do not where one of these arguments is zero or False.
 _SWITCHES = frozenset(["dropout", "dropout_p", "train", "training"])
 
+_ATTRIBUTES: Any = torch.Tensor  # of which the stub knows the values only
+_DATA = _ATTRIBUTES.data.__get__
 EXPOSING = frozenset(
     [
         torch.Tensor.numpy,
@@ -126,7 +128,7 @@ class Exposure(TorchFunctionMode):
 
     def __init__(self, by_data: bool = False) -> None:
         super().__init__()
-        self._exposing = EXPOSING | {torch.Tensor.data.__get__} if by_data else EXPOSING
+        self._exposing = EXPOSING | {_DATA} if by_data else EXPOSING
         self._keys: set[int] = set()
 
     def __torch_function__(

@@ -148,7 +148,7 @@ LIKELIHOODS = {
 @pytest.mark.parametrize("f", LIKELIHOODS.values(), ids=LIKELIHOODS)
 @pytest.mark.filterwarnings("ignore:.*draws random numbers")
 def test_log_densities(f):
-    """Their arguments are checked, which needs values: when they run, and by a run that has some."""
+    """Their arguments are checked, which needs values: when the program runs."""
     expected = f(torch.tensor(np.asarray(POSITIVE)))
     for wrapped in (torch2jax(f), jax.jit(torch2jax(f, POSITIVE))):
         assert_trees_equal(wrapped(POSITIVE), expected, rtol=1e-4)
