@@ -273,11 +273,12 @@ def test_an_output_that_cannot_be_inferred():
     )
     with pytest.raises(ShapeError, match=re.escape(message)) as info:
         jax.jit(torch2jax(f))(X)
-    assert (
-        "\nIf zeros are no good inputs, wrap the function with example arguments that are, which it "
-        "is then run on: `torch2jax(fn, *examples)`. Or declare the outputs: `output_shapes=` takes "
-        "a tree of `jax.ShapeDtypeStruct`, and the function is then not run to infer them."
-    ) in str(info.value)
+    advice = (
+        "\nIf zeros are no good inputs, wrap the function with example arguments that are, which "
+        "it is then run on: `torch2jax(fn, *examples)`. Or declare the outputs: `output_shapes=` "
+        "takes a tree of `jax.ShapeDtypeStruct`, and the function is then not run to infer them."
+    )
+    assert advice in str(info.value)
     assert_trees_equal(jax.jit(torch2jax(f, X))(X), jnp.ones(4))
     assert_trees_equal(torch2jax(f, output_shapes=X)(X), jnp.ones(4))
 
