@@ -207,7 +207,7 @@ def test_what_is_reachable_costs_nothing(kind):
             "nested": lambda: {"a": {i: (i, [i]) for i in range(count)}},
         }[kind]()
         best = float("inf")
-        for _ in range(15):
+        for _ in range(30):
             f = torch2jax(lambda x: x.sin() if held is not None else x)
             start = time.perf_counter()
             jax.eval_shape(f, X)
@@ -220,7 +220,7 @@ def test_what_is_reachable_costs_nothing(kind):
         times = [seconds(count) for count in (0, 10**4, 10**6)]
     finally:
         gc.enable()
-    assert max(times) < 1.2 * min(times) + 1e-3, times
+    assert max(times[1:]) < 1.2 * times[0] + 1e-3, times
 
 
 def test_no_switch_of_the_process_is_touched():
