@@ -209,9 +209,9 @@ def test_what_is_reachable_costs_nothing(kind):
         best = float("inf")
         for _ in range(30):
             f = torch2jax(lambda x: x.sin() if held is not None else x)
-            start = time.perf_counter()
+            start = time.thread_time()
             jax.eval_shape(f, X)
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.thread_time() - start)
         return best
 
     seconds(0)
