@@ -4,6 +4,7 @@ Each private import stands here with the reason why no public name would do, so 
 release of JAX or torch can only break this file.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -56,6 +57,8 @@ from torch._C import (
     _set_fwd_grad_enabled as set_forward_grad_enabled,
     _set_grad_enabled as set_grad_enabled,
     _TorchDispatchModeKey,
+    # Tensors can be asked about in the middle of a run without the run's own function mode.
+    DisableTorchFunction as WithoutFunctionModes,
     DispatchKeySet,
 )
 from torch._C._functorch import (
@@ -85,19 +88,28 @@ from torch.autograd.graph import (
     # construction; to check them takes as long as the backward of a small layer.
     _engine_run_backward,
 )
+from torch.multiprocessing.reductions import (
+    # Whether memory is still held, which weak references to tensors do not say: a view made under
+    # autograd is another object than the one that the operator has given.
+    StorageWeakRef as StorageWeakRef,
+)
 from torch.utils._python_dispatch import (
     # Copies of real storages are taken in the middle of a run on fake tensors.
     _disable_current_modes as without_modes,
     # The only hook that sees each operator with its schema, hence each write; for probing.
-    TorchDispatchMode as TorchDispatchMode,
+    TorchDispatchMode as _TorchDispatchMode,
 )
 
 
 __all__ = [
+    "SWAPPING",
     "FakeTensorMode",
+    "StorageWeakRef",
     "TorchDispatchMode",
+    "WithoutFunctionModes",
     "any_autocast",
     "from_dlpack",
+    "is_all_true",
     "is_functorch_wrapped_tensor",
     "set_forward_grad_enabled",
     "set_grad_enabled",
@@ -134,6 +146,24 @@ _CALLBACK_TARGETS = {
     "cuda": "xla_buffer_python_gpu_callback",
     "rocm": "xla_buffer_python_gpu_callback",
 }
+
+
+# What puts tensors in the place of a module's parameters: `torch.func.functional_call` calls it, as
+# do those that it took over from.
+SWAPPING = inspect.unwrap(torch.nn.utils.stateless._reparametrize_module).__code__
+
+# What `torch.distributions` asks of a check of its arguments, to raise if it is not so.
+is_all_true = torch._is_all_true
+
+
+class TorchDispatchMode(_TorchDispatchMode):
+    """The only hook that sees each operator with its schema, hence each write; for probing."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would load its compiler to tell it not to compile these hooks. Functions that run
+        # under them are not compiled in any case.
+        return False
 
 
 def cached_weakly(cls: _Class) -> _Class:

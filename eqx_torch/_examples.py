@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec
 
 from ._ambient import Ambient
 from ._annotations import Signature
+from ._arrays import j2t
 from ._dtypes import canonical_dtype, dtype_j2t, dtype_t2j, x64_enabled
-from ._errors import InputError
+from ._errors import ConversionError, InputError
 from ._invoke import Arguments, Infer, is_array, Restored
 from ._program import Site, Spec, Static
 from ._trees import flatten
@@ -54,10 +55,17 @@ class Examples:
                 )
         return Examples(name, args, kwargs or {}) if args or kwargs is not None else None
 
-    def infer(self, infer: Infer) -> None:
-        """Infers the outputs for arguments like these, so that errors appear now."""
+    def infer(self, infer: Infer, args: Sequence[Any], kwargs: dict[str, Any] | None) -> None:
+        """Infers the outputs for arguments like these, so that errors appear now.
+
+        Args:
+            infer: gives the outputs.
+            args, kwargs: the examples with their values, or arguments of the same structure.
+        """
         restored = self._restored([spec.dtype for spec in self.specs])
-        infer(Site(self._structure, self._statics, restored, Ambient.capture()), self.specs)
+        site = Site(self._structure, self._statics, restored, Ambient.capture())
+        leaves, _ = flatten((tuple(args), kwargs or {}))
+        infer(site, self.specs, None, lambda: _values([x for x in leaves if _is_example(x)]))
 
     def restored(self, arguments: Arguments) -> Restored:
         """The torch dtype to give to each array of a call before torch sees it."""
@@ -134,6 +142,16 @@ def _as_wide(x: Any, dtype: torch.dtype | None) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct | jax.core.Tracer):
         return jax.ShapeDtypeStruct(x.shape, dtype_t2j(dtype))
     return np.asarray(x).astype(dtype_t2j(dtype))
+
+
+def _values(arrays: Sequence[Any]) -> list[torch.Tensor] | None:
+    """The values of example arguments, None if one has none."""
+    if any(isinstance(x, torch.Tensor) and x.is_meta for x in arrays):
+        return None
+    try:
+        return [x.detach() if isinstance(x, torch.Tensor) else j2t(x) for x in arrays]
+    except ConversionError:
+        return None
 
 
 def _is_example(x: Any) -> bool:

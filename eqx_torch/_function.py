@@ -67,14 +67,18 @@ def torch2jax(
         or `jax.ShapeDtypeStruct`. They fix the structure of the arguments, move errors to the time
         of wrapping, and give 64-bit dtypes back to arguments that JAX holds in 32 bits (class
         labels), as an annotation such as `Int64[Tensor, "n"]` does. Calls may have other shapes.
+        Where output shapes depend on values, those of the examples give them.
     - `output_shapes`: the outputs of `fn`: a tree of `jax.ShapeDtypeStruct`, tensors, arrays or
         `Size`, or a function that gives one for the arguments as `jax.ShapeDtypeStruct`. Shapes
-        are global. If None, jaxtyping annotations of `fn` say it, or else `fn` is run once for
-        each new combination of shapes, on tensors without memory. A list stands for a tuple, and
-        the reverse: what is declared is returned. If examples are given too, it
-        holds for calls with their shapes.
+        are global. A list stands for a tuple, and the reverse: what is declared is returned. If
+        None, jaxtyping annotations of `fn` say it, or else `fn` is run once for each new
+        combination of shapes, on tensors without memory; if it needs values, on those of the
+        examples or of an eager call, or on zeros, with a warning. If examples are given too,
+        `output_shapes` holds for calls with their shapes.
     - `out_specs`: for inputs that are sharded over explicit mesh axes: how the outputs are, a
         `jax.sharding.PartitionSpec` or a prefix tree of them. `fn` is then called on each shard.
+        Shapes that are not declared are found out for one shard, and `out_specs` puts the results
+        of all shards together, as in `jax.shard_map`.
     - `lock`: True to hold one process-wide lock while `fn` or a derivative of it runs (devices
         call it concurrently from different threads), or a context manager to hold instead. Where
         `fn` is found to replace a module's parameters (`torch.func.functional_call`), the
@@ -163,7 +167,7 @@ def torch2jax(
         )
 
     if examples is not None:
-        examples.infer(infer)
+        examples.infer(infer, example_args, example_kw)
     functools.update_wrapper(wrapped, fn, updated=())
     wrapped.__dict__["_compiled"] = compiled
     return wrapped

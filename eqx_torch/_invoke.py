@@ -1,8 +1,9 @@
 """One call of a torch function from JAX: from arguments as users write them to the primitive.
 
-Arrays among the arguments are traced; everything else is static and part of the program. The
-outputs are inferred for the global arrays, and where these are sharded over explicit axes the
-call is split over them.
+Arrays among the arguments are traced; everything else is static and part of the program. Where the
+arrays are sharded over explicit axes, the call is split over them: outputs are found out for one
+shard, and `out_specs` says how those of all shards form the global ones, as in `jax.shard_map`.
+Declared outputs are global, and are divided.
 """
 
 import dataclasses
@@ -10,23 +11,27 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.sharding import PartitionSpec
 
 from ._ambient import Ambient
+from ._arrays import j2t
 from ._call import call, FAILURES
 from ._deadlocks import refuse_deadlock
 from ._dtypes import dtype_j2t, is_key, x64_enabled
 from ._errors import DtypeError, InputError
-from ._probe import Outputs
-from ._program import Leaf, Site, Spec, Static, TorchFunction
-from ._sharding import local_spec, out_spec_list, Plan, plan, shard_map
+from ._probe import Values
+from ._program import Leaf, Outputs, Site, Spec, Static, TorchFunction
+from ._sharding import check_rank, local_spec, out_spec_list, Plan, plan, shard_map
 from ._trees import flatten, leaf_paths
 
 
-Infer: TypeAlias = Callable[[Site, tuple[Spec, ...]], Outputs]
+Infer: TypeAlias = Callable[
+    [Site, tuple[Spec, ...], tuple[Spec, ...] | None, Values | None], Outputs
+]
 Restored: TypeAlias = tuple[torch.dtype | None, ...]
 
 
@@ -116,7 +121,8 @@ def invoke(
 
     Args:
         function: the function.
-        infer: gives the outputs for a call site and global input specs.
+        infer: gives the outputs for a call site, global input specs, those of the shards (None if
+            the call is not split) and the values of these, if they are known.
         arguments: the arguments.
         restored: for each array, the torch dtype to give it before torch sees it.
         frozen: for each array, whether it is excluded from differentiation.
@@ -130,46 +136,75 @@ def invoke(
     if FAILURES.pending:
         FAILURES.raise_pending()
     arrays = arguments.arrays()
-    in_specs = arguments.specs()
     site = arguments.site(restored)
     if frozen is not None:
         arrays = [jax.lax.stop_gradient(x) if f else x for x, f in zip(arrays, frozen, strict=True)]
-    split = plan(function.name, arrays, out_specs)
-    outputs = infer(site, in_specs)
+    split, shards, outputs = outputs_of(function, infer, arguments, site, out_specs)
     leaf = Leaf(
         function,
         site,
-        in_specs,
+        shards,
         outputs.specs,
         outputs.structure,
         x64_enabled(),
-        outputs.source,
+        outputs.source if split is None else f"{outputs.source}, for one shard",
     )
     if split is None:
         results = call(leaf, *arrays)
     else:
-        results = _sharded(leaf, split, out_specs, per_shard or PerShard(), arrays)
+        results = _sharded(leaf, outputs, split, out_specs, per_shard or PerShard(), arrays)
     return outputs.structure.in_jax(results)
 
 
+def outputs_of(
+    function: TorchFunction, infer: Infer, arguments: Arguments, site: Site, out_specs: Any
+) -> tuple[Plan | None, tuple[Spec, ...], Outputs]:
+    """How a call is split, None if it is not, what torch is given, and what it returns."""
+    arrays, in_specs = arguments.arrays(), arguments.specs()
+    split = plan(function.name, arrays, out_specs)
+    if split is None:
+        return None, in_specs, infer(site, in_specs, None, _values(arrays, in_specs))
+    triples = zip(site.paths, in_specs, split.in_specs, strict=True)
+    shards = tuple(
+        local_spec(function.name, function.label(path), s, p, split.mesh) for path, s, p in triples
+    )
+    return split, shards, infer(site, in_specs, shards, _values(arrays, shards))
+
+
+def _values(arrays: Sequence[Any], specs: Sequence[Spec]) -> Values | None:
+    """The values that torch is given, those of the first shard; None if they are not known now."""
+    if any(isinstance(x, jax.core.Tracer) or not x.is_fully_addressable for x in arrays):
+        return None
+
+    def values() -> list[torch.Tensor] | None:
+        shards = [x.addressable_shards[0].data for x in arrays]
+        alike = all(x.shape == spec.shape for x, spec in zip(shards, specs, strict=True))
+        return [j2t(x) for x in shards] if alike else None
+
+    return values
+
+
 def _sharded(
-    leaf: Leaf, split: Plan, out_specs: Any, per_shard: PerShard, arrays: Sequence[Any]
+    leaf: Leaf,
+    outputs: Outputs,
+    split: Plan,
+    out_specs: Any,
+    per_shard: PerShard,
+    arrays: Sequence[Any],
 ) -> list[Any]:
-    name, label = leaf.name, leaf.function.label
+    name, mesh = leaf.name, split.mesh
     named = lambda path: leaf.function.output_label(path) or "the output"  # noqa: E731
     returned = leaf.function.of_result(leaf.structure)
     specs = per_shard.out_specs(out_spec_list(name, out_specs, returned))
-    ins = zip(leaf.site.paths, leaf.ins, split.in_specs, strict=True)
-    outs = zip(leaf_paths(leaf.structure), leaf.outs, specs, strict=True)
-    local = dataclasses.replace(
-        leaf,
-        in_specs=tuple(local_spec(name, label(path), s, p, split.mesh) for path, s, p in ins),
-        out_specs=tuple(local_spec(name, named(path), s, p, split.mesh) for path, s, p in outs),
-        source=f"{leaf.source}, for one shard",
-    )
+    triples = list(zip(map(named, leaf_paths(leaf.structure)), leaf.outs, specs, strict=True))
+    if outputs.declared:
+        outs = tuple(local_spec(name, what, s, p, mesh) for what, s, p in triples)
+        leaf = dataclasses.replace(leaf, out_specs=outs)
+    for what, spec, partition in triples:
+        check_rank(name, what, spec, partition)
 
     def body(*shards: Any) -> list[Any]:
-        results = call(local, *per_shard.enter(shards, split.axes))
+        results = call(leaf, *per_shard.enter(shards, split.axes))
         return per_shard.leave(results, split.axes)
 
     return shard_map(split, body, specs, arrays)

@@ -1,147 +1,222 @@
 """What a torch function returns, learnt from one run of it.
 
-The run is on fake tensors, which have shapes but no memory. Where the function needs values
-(`.item()`, `.numpy()`), it is on zeros, with a warning. Neither leaves a trace in the function, its
-modules or torch's random state; what the run showed about writes to inputs goes to the findings.
+The run is on fake tensors, which have no values. Where the function needs some (`.item()`,
+`.numpy()`), it is on those at hand, of example arguments or of an eager call, and where there are
+none on zeros, with a warning. No tensor of a run survives it; what the run showed about writes to
+inputs and random numbers goes to the findings.
 """
 
 import contextlib
 import dataclasses
-import logging
-import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import torch
 
-from ._compat import FakeTensorMode
 from ._dtypes import dtype_j2t, x64_enabled
 from ._errors import EqxTorchError, InputError, ShapeError
+from ._fakes import on_fakes
 from ._program import (
     ask_for_gradients,
     drawing_from,
     dtype_hint,
-    Effects,
     interposing,
     library_hint,
     on_leaves,
     opened,
+    Outputs,
     Site,
     Spec,
     TorchFunction,
 )
-from ._swaps import Swaps
-from ._trees import leaf_paths, Structure
+from ._survivors import Before
+from ._swaps import reaches_module, Swaps
+from ._trees import leaf_paths
 from ._watch import Exposure, Watch
 
 
+# The values of the arrays of a call, None if they are not known. To have them may take a copy.
+Values: TypeAlias = Callable[[], Sequence[torch.Tensor] | None]
+
+
 @dataclasses.dataclass(frozen=True)
-class Outputs:
-    """What a function returns, and who says so."""
+class Question:
+    """A call of which the outputs are to be found out.
 
-    specs: tuple[Spec, ...]
-    structure: Structure
+    Attributes:
+        in_specs: the shapes and dtypes that torch is given.
+        of_shards: whether these are shards of larger arrays.
+    """
+
+    function: TorchFunction
+    site: Site
+    in_specs: tuple[Spec, ...]
+    of_shards: bool = False
+
+    @property
+    def inputs(self) -> str:
+        """The inputs by name, for messages."""
+        shown = [f"{s.dtype}{list(s.shape)}" for s in self.in_specs]
+        note = " (the shapes of one shard)" if self.of_shards else ""
+        return self.function.described(self.site, shown) + note
+
+    def dtypes(self) -> list[torch.dtype]:
+        """What torch is given for each array."""
+        pairs = zip(self.in_specs, self.site.restored, strict=True)
+        return [restored or dtype_j2t(spec.dtype) for spec, restored in pairs]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """How to run a function: on which tensors, and where the tensors are that it makes."""
+
     source: str
+    input: Callable[[Spec, torch.dtype, torch.device], torch.Tensor]
+    mode: Callable[[torch.device], contextlib.AbstractContextManager[Exposure | None]]
 
 
-def probe(function: TorchFunction, site: Site, in_specs: Sequence[Spec]) -> Outputs:
-    """The outputs of a function for inputs of these shapes, by running it once.
+def probe(question: Question, values: Values | None = None, reason: str = "") -> Outputs:
+    """The outputs of a function for inputs of some shapes, by running it once.
+
+    Args:
+        question: the call.
+        values: those at hand, None if there are none.
+        reason: why the function does not run on tensors without values, if that is known.
 
     Raises:
-        ShapeError: the function ran neither on fake tensors nor on zeros.
+        ShapeError: the function ran on no tensors of these shapes, or the result depends on values.
         OutputError: it returned something other than tensors.
     """
+    function = question.function
+    with function.lock_to_try() or contextlib.nullcontext():
+        before = Before(function.python)
+    refusal: Exception | None = None
+    if not reason:
+        try:
+            return _run(question, _ON_FAKES, before)
+        except EqxTorchError:
+            raise
+        except Exception as error:
+            refusal = error.with_traceback(None)
+            reason = _first_line(refusal)
+    at_hand = values and values()
     try:
-        trial = _try(function, site, in_specs, _fake_tensors, "one run on fake tensors")
-    except EqxTorchError:
-        raise
-    except Exception as refusal:
-        trial = _try_on_zeros(function, site, in_specs, refusal)
-    function.learn(site, trial.effects, trial.watch)
-    return trial.outputs
-
-
-@dataclasses.dataclass
-class _Trial:
-    outputs: Outputs
-    effects: Effects
-    watch: Watch
-
-
-def _try_on_zeros(
-    function: TorchFunction, site: Site, in_specs: Sequence[Spec], refusal: Exception
-) -> _Trial:
-    try:
-        trial = _try(function, site, in_specs, _real_tensors, "one run on zeros")
+        if at_hand is not None:
+            outputs = _run(question, _on_values(at_hand), before)
+            return dataclasses.replace(outputs, by_values=reason)
+        outputs = dataclasses.replace(_run(question, _ON_ZEROS, before), by_values=reason)
     except EqxTorchError:
         raise
     except Exception as error:
-        raise _not_inferred(function, site, in_specs, error, refusal) from error
-    reason = f"{type(refusal).__name__}: {refusal}"
-    _check_fixed(function, in_specs, trial.outputs, reason)
+        raise _not_inferred(question, error, refusal, at_hand is not None) from error
+    _check_fixed(question, outputs)
     warnings.warn(
-        f"the output shapes of `{function.name}` were inferred by running it on zeros, because "
-        f"it does not run on tensors without values: {reason.splitlines()[0]}\n"
-        "Declare them by `output_shapes=` to save this run, and if they depend on values.",
+        f"the output shapes of `{function.name}` were inferred by running it on zeros, "
+        f"because it does not run on tensors without values: {reason}\n{_ZEROS_ADVICE}",
         stacklevel=3,
     )
-    return trial
+    return outputs
 
 
-def _try(
-    function: TorchFunction,
-    site: Site,
-    in_specs: Sequence[Spec],
-    tensors: Callable[[], contextlib.AbstractContextManager[Exposure]],
-    source: str,
-) -> _Trial:
+_ZEROS_ADVICE = (
+    "If they depend on values, wrap it with example arguments that have some, or declare them by "
+    "`output_shapes=`, which saves this run too."
+)
+
+
+def _run(question: Question, way: _Way, before: Before) -> Outputs:
     try:
-        return _try_once(function, site, in_specs, tensors, source)
+        return _run_once(question, way, before)
     except Exception as error:
-        if not ask_for_gradients(function, error):
+        if not ask_for_gradients(question.function, error):
             raise
-    return _try_once(function, site, in_specs, tensors, source)
+    return _run_once(question, way, before)
 
 
-def _try_once(
-    function: TorchFunction,
-    site: Site,
-    in_specs: Sequence[Spec],
-    tensors: Callable[[], contextlib.AbstractContextManager[Exposure]],
-    source: str,
-) -> _Trial:
-    watch = Watch()
+def _run_once(question: Question, way: _Way, before: Before) -> Outputs:
+    function, name = question.function, question.function.name
+    with function.lock_to_try() or contextlib.nullcontext():
+        watch = Watch(_device(), valueless=way is _ON_FAKES)
+        try:
+            outputs, written, swaps = _watched(question, way, watch)
+        except Exception as error:
+            if way is _ON_FAKES and not isinstance(error, EqxTorchError):
+                _forget_frames(error)
+                before.end(watch, name)
+            else:  # it is for the user, with the frames and all that they hold
+                before.repair(watch)
+            raise
+        before.end(watch, name)
+    function.findings.swaps |= swaps
+    function.learn(question.site, question.in_specs, written, watch.random)
+    return dataclasses.replace(outputs, source=way.source)
+
+
+def _watched(question: Question, way: _Way, watch: Watch) -> tuple[Outputs, frozenset[int], bool]:
+    function, site = question.function, question.site
+    shares = not function.isolated and reaches_module(function.python)
+    swaps = Swaps()
     with (
-        function.lock_to_try() or contextlib.nullcontext(),
         site.ambient.in_force(),
-        _eager(),
         interposing(),
         drawing_from(torch.Generator()),
         function.trial(watch) as trial,
-        tensors() as exposure,
+        way.mode(_device()) as exposure,
     ):
-        pairs = zip(in_specs, site.restored, strict=True)
-        inputs = [_zeros(spec, dtype) for spec, dtype in pairs]
+        pairs = zip(question.in_specs, question.dtypes(), strict=True)
+        inputs = [way.input(spec, dtype, _device()) for spec, dtype in pairs]
+        watch.made_by_hand(inputs)
         args, kwargs = site.arguments(on_leaves(function, inputs))
         try:
-            with watch, Swaps() as swaps:
+            with watch, swaps if shares else contextlib.nullcontext():
                 result = trial(args, kwargs)
         finally:
             watch.undo()
-    outputs = _outputs(function, result, source)
-    written = frozenset(i for i, x in enumerate(inputs) if watch.wrote(x) or exposure.exposed(x))
-    return _Trial(outputs, Effects(written, swaps.any), watch)
+        exposed = exposure.exposed if exposure else lambda _: False
+        written = [i for i, x in enumerate(inputs) if watch.wrote(x) or exposed(x)]
+    return _outputs(function, result), frozenset(written), swaps.any
 
 
-def _outputs(function: TorchFunction, result: Any, source: str) -> Outputs:
-    return Outputs(*opened(function, result), source)
+def _zeros(spec: Spec, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(spec.shape, dtype=dtype, device=device)
 
 
-def _zeros(spec: Spec, restored: torch.dtype | None) -> torch.Tensor:
-    dtype = dtype_j2t(spec.dtype) if restored is None else restored
-    return torch.zeros(spec.shape, dtype=dtype, device=_device())
+@contextlib.contextmanager
+def _with_values(device: torch.device) -> Iterator[Exposure]:
+    # What is drawn on a CPU comes from a generator of the run's own.
+    with torch.random.fork_rng(enabled=device.type == "cuda"), Exposure() as exposure:
+        yield exposure
+
+
+_ON_FAKES = _Way("one run on tensors without values", _zeros, on_fakes)
+_ON_ZEROS = _Way("one run on zeros", _zeros, _with_values)
+
+
+def _on_values(values: Sequence[torch.Tensor]) -> _Way:
+    rest = iter(values)
+
+    def value(spec: Spec, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        del spec
+        return next(rest).to(device, dtype, copy=True)
+
+    return _Way("one run on values", value, _with_values)
+
+
+def _forget_frames(error: Exception) -> None:
+    """Takes from an error the frames that it has passed through, whose variables hold tensors."""
+    error.__cause__ = error.__context__ = None
+    error.with_traceback(None)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _outputs(function: TorchFunction, result: Any) -> Outputs:
+    return Outputs(*opened(function, result), source="")
 
 
 def _device() -> torch.device:
@@ -149,69 +224,83 @@ def _device() -> torch.device:
     return torch.device("cuda" if on_gpu else "cpu")
 
 
-@contextlib.contextmanager
-def _fake_tensors() -> Iterator[Exposure]:
-    # torch logs operators that fail on fake tensors with their tracebacks; here that is no error.
-    logger = logging.getLogger(FakeTensorMode.__module__)
-    disabled, logger.disabled = logger.disabled, True
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            yield Exposure()
-    finally:
-        logger.disabled = disabled
+def _check_fixed(question: Question, outputs: Outputs) -> None:
+    """Raises if an output that was empty for some values may not be empty for others.
+
+    XLA sees no need to call a function whose outputs are all empty, so no check would ever tell.
+    """
+    if _without_elements(question) or not any(0 in spec.shape for spec in outputs.specs):
+        return
+    raise ShapeError(
+        f"the shapes that `{question.function.name}` returns seem to depend on the values of its "
+        f"inputs ({outputs.by_values}; for zeros it returns an empty tensor), but in JAX they "
+        "are fixed when a program is traced. Return a mask or `torch.where(...)` of fixed shape, "
+        "or pad to one shape. Wrap it with example arguments of which the values give that shape, "
+        "or declare it by `output_shapes=`."
+    )
+
+
+def is_checked(question: Question, outputs: Outputs) -> bool:
+    """Whether a call for which these outputs are expected tells if it has others."""
+    empty = all(0 in spec.shape for spec in outputs.specs)
+    return not empty or not outputs.by_values or _without_elements(question)
+
+
+def _without_elements(question: Question) -> bool:
+    return all(0 in spec.shape for spec in question.in_specs)
 
 
 def _not_inferred(
-    function: TorchFunction,
-    site: Site,
-    in_specs: Sequence[Spec],
-    error: Exception,
-    refusal: Exception,
+    question: Question, error: Exception, refusal: Exception | None, on_values: bool
 ) -> EqxTorchError:
-    """The error for a function that raised `error` on zeros, and `refusal` on fake tensors."""
-    misfit = function.misfit(site)
+    """The error for a function that raised `error` on values, and `refusal` without."""
+    function = question.function
+    misfit = function.misfit(question.site)
     if misfit:
         return InputError(f"`{function.name}` was called with wrong arguments: {misfit}.")
-    inputs = function.described(site, [f"{s.dtype}{list(s.shape)}" for s in in_specs])
+    values = "the values at hand" if on_values else "zeros of these shapes"
+    advice = _advice(question, error, refusal, on_values)
     return ShapeError(
-        f"cannot infer what `{function.name}` returns for {inputs}: running it on zeros of these "
-        f"shapes raised {type(error).__name__}: {error}"
-        f"{_advice(function, site, in_specs, error, refusal)}"
+        f"cannot infer what `{function.name}` returns for {question.inputs}: running it on "
+        f"{values} raised {type(error).__name__}: {error}{advice}"
     )
 
 
 def _advice(
-    function: TorchFunction,
-    site: Site,
-    in_specs: Sequence[Spec],
-    error: Exception,
-    refusal: Exception,
+    question: Question, error: Exception, refusal: Exception | None, on_values: bool
 ) -> str:
     """What to write instead, on a line of its own; nothing if torch's message has to do."""
-    named = _dtypes(function, site, in_specs)
+    labels = map(question.function.label, question.site.paths)
+    named = list(zip(labels, question.dtypes(), strict=True))
     hint = dtype_hint(error, named, x64_enabled()) or library_hint(error)
     if hint:
         return f"\n{hint}"
-    numbers = _numbers(function, site)
+    numbers = _numbers(question.function, question.site)
     if numbers and isinstance(error, TypeError | AttributeError):
         return (
             f"\nPython numbers reach torch as they are ({numbers}). Where it needs a tensor, pass "
             "`jax.numpy.asarray` of them."
         )
-    if type(error) is type(refusal):  # without values, so it is none of these zeros that is wrong
+    if _passed(error, "torch.distributions"):
+        return (
+            "\nDistributions check the values of their arguments when they are made: pass "
+            "`validate_args=False`, or wrap the function with example arguments that are valid, "
+            "`torch2jax(fn, *examples)`."
+        )
+    if on_values or type(error) is type(refusal):  # then it is none of the zeros that is wrong
         return ""
     return (
-        "\nIf the inputs are right, declare the outputs: `output_shapes=` takes a tree of "
-        "`jax.ShapeDtypeStruct`, and the function is then not run to infer them."
+        "\nIf zeros are no good inputs, wrap the function with example arguments that are, which "
+        "it is then run on: `torch2jax(fn, *examples)`. Or declare the outputs: `output_shapes=` "
+        "takes a tree of `jax.ShapeDtypeStruct`, and the function is then not run to infer them."
     )
 
 
-def _dtypes(
-    function: TorchFunction, site: Site, in_specs: Sequence[Spec]
-) -> list[tuple[str, torch.dtype]]:
-    """The dtype that torch was given for each input, by name."""
-    triples = zip(site.paths, in_specs, site.restored, strict=True)
-    return [(function.label(p), restored or dtype_j2t(s.dtype)) for p, s, restored in triples]
+def _passed(error: Exception, *packages: str) -> bool:
+    """Whether an error has passed through code of one of these packages."""
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = [frame.f_globals.get("__name__", "") + "." for frame, _ in frames]
+    return any(module.startswith(f"{package}.") for module in modules for package in packages)
 
 
 def _numbers(function: TorchFunction, site: Site) -> str:
@@ -222,36 +311,3 @@ def _numbers(function: TorchFunction, site: Site) -> str:
         for path, static in pairs
         if static is not None and type(static.value) in (int, float, complex)
     )
-
-
-def _check_fixed(
-    function: TorchFunction, in_specs: Sequence[Spec], outputs: Outputs, reason: str
-) -> None:
-    """Raises if an output that is empty for zeros may not be empty for other values.
-
-    XLA sees no need to call a function whose outputs are all empty, so no check would ever tell.
-    """
-    if not any(0 in spec.shape for spec in outputs.specs):
-        return
-    if all(0 in spec.shape for spec in in_specs):
-        return
-    raise ShapeError(
-        f"the shapes that `{function.name}` returns seem to depend on the values of its inputs "
-        f"({reason.splitlines()[0]}; for zeros it returns an empty tensor), but in JAX they are "
-        "fixed when a program is traced. Return a mask or `torch.where(...)` of fixed shape, or "
-        "declare one shape by `output_shapes=` and pad to it."
-    )
-
-
-@contextlib.contextmanager
-def _real_tensors() -> Iterator[Exposure]:
-    # What is drawn on a CPU comes from a generator of the run's own.
-    with torch.random.fork_rng(enabled=_device().type == "cuda"), Exposure() as exposure:
-        yield exposure
-
-
-def _eager() -> contextlib.AbstractContextManager[Any]:
-    """Compiled torch functions run uncompiled; if none was compiled, the compiler is not loaded."""
-    if "torch._dynamo" in sys.modules:
-        return torch.compiler.set_stance("force_eager")
-    return contextlib.nullcontext()

@@ -1,6 +1,12 @@
-"""The Python objects that a function can reach: where it may keep something, whom it may call."""
+"""The Python objects near a function: where it may keep something, whom it may call.
 
+A search is bounded, so that it costs the same whatever a program holds: it begins with what the
+function itself names, and does not look into containers that are larger than code writes them.
+"""
+
+import collections
 import functools
+import itertools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -10,13 +16,15 @@ import torch
 
 
 CachedFunction = type(functools.lru_cache(lambda: None))
+LARGE = 1000  # entries
 
+_MOST = 50_000  # objects: those of a module of some thousand layers
 _OPAQUE = (types.ModuleType, str, int, float, complex, bytes)
 _LIBRARIES = ("jax", "jaxlib", "numpy", "torch")
 
 
 def reachable(root: Any, neighbours: Callable[[Any], Iterable[Any]] | None = None) -> Iterator[Any]:
-    """Every object that can be reached from `root`, once.
+    """The objects that can be reached from `root`, the nearest first, each once.
 
     Args:
         root: a function, method, partial, module, callable object or container of these.
@@ -24,9 +32,9 @@ def reachable(root: Any, neighbours: Callable[[Any], Iterable[Any]] | None = Non
     """
     neighbours = neighbours or kept_by
     seen: set[int] = set()
-    pending = [root]
-    while pending:
-        item = pending.pop()
+    pending = collections.deque([root])
+    while pending and len(seen) < _MOST:
+        item = pending.popleft()
         if item is None or isinstance(item, _OPAQUE) or id(item) in seen:
             continue
         seen.add(id(item))
@@ -54,25 +62,30 @@ def is_library(module: str | None) -> bool:
 
 def kept_by(item: Any) -> Iterable[Any]:
     """What an object holds, and what a function names."""
-    if isinstance(item, dict):
-        return item.values()
-    if isinstance(item, list | tuple | set):
-        return item
+    if isinstance(item, dict | list | tuple | set | collections.deque):
+        return _contents(item)
     if isinstance(item, functools.partial):
         return [item.func, item.args, item.keywords]
     if isinstance(item, types.MethodType):
         return [item.__func__, item.__self__]
     if isinstance(item, types.CellType):
-        return [item.cell_contents]
+        return [item.cell_contents] if is_filled(item) else []
     if isinstance(item, types.FunctionType):
-        cells = [c for c in item.__closure__ or () if _is_filled(c)]
-        own = [*cells, item.__defaults__, item.__kwdefaults__, item.__dict__]
-        return [*own, *globals_of(item).values()]
+        own = [*(item.__closure__ or ()), item.__defaults__, item.__kwdefaults__, item.__dict__]
+        is_own = not is_library(item.__globals__.get("__name__"))
+        return [*own, *globals_of(item).values()] if is_own else own
     if isinstance(item, CachedFunction):
         return [item.__wrapped__]
     if isinstance(item, type):
-        return []
-    return [item.__dict__] if _is_users(item) else []
+        return [] if is_library(item.__module__) else _members(item)
+    return [item.__dict__, type(item)] if _is_users(item) else []
+
+
+def _contents(container: Any) -> Iterable[Any]:
+    # Classes may have their own idea of what a dict has, and other threads may be adding to it.
+    if isinstance(container, dict):
+        return tuple(dict.copy(container).values()) if dict.__len__(container) <= LARGE else ()
+    return tuple(container) if len(container) <= LARGE else ()
 
 
 def _is_users(item: Any) -> bool:
@@ -81,8 +94,21 @@ def _is_users(item: Any) -> bool:
     return open_ and isinstance(getattr(item, "__dict__", None), dict)
 
 
-def _is_filled(cell: types.CellType) -> bool:
+def is_filled(cell: types.CellType) -> bool:
+    """Whether a variable of a closure has a value."""
     try:
         return cell.cell_contents is not cell
     except ValueError:
         return False
+
+
+def _members(cls: type) -> list[Any]:
+    """The methods of a class, and what else is kept in it."""
+    own = [tuple(vars(c).values()) for c in cls.__mro__ if not is_library(c.__module__)]
+    return list(map(_behind_descriptor, itertools.chain(*own)))
+
+
+def _behind_descriptor(x: Any) -> Any:
+    if isinstance(x, staticmethod | classmethod):
+        return x.__func__
+    return x.fget if isinstance(x, property) else x

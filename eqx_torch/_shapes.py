@@ -1,7 +1,9 @@
 """The output structure of a call: declared by the user, or inferred.
 
-Shapes are those of the whole (global) arrays. Each combination of call site and input shapes is
-inferred once per function.
+What is declared is about the whole (global) arrays. What is found out by a run is about the arrays
+that torch is given: where inputs are sharded, about one shard. Each combination of call site and
+input shapes is found out once per function, but where it depends on values, of which an eager call
+has its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +16,8 @@ import torch
 from ._annotations import Signature
 from ._dtypes import canonical_dtype, is_inexact, x64_enabled
 from ._errors import ShapeError
-from ._probe import Outputs, probe
-from ._program import Site, Spec, TorchFunction
+from ._probe import is_checked, probe, Question, Values
+from ._program import Outputs, Site, Spec, TorchFunction
 from ._trees import flatten_result
 
 
@@ -71,23 +73,49 @@ class Inference:
     def __init__(self, function: TorchFunction, declaration: Declaration) -> None:
         self._function = function
         self._declaration = declaration
-        self._known: dict[tuple[Site, tuple[Spec, ...], bool], Outputs] = {}
+        self._declared: dict[tuple[Site, tuple[Spec, ...], bool], Outputs | None] = {}
 
-    def __call__(self, site: Site, in_specs: tuple[Spec, ...]) -> Outputs:
-        """The outputs of a call with inputs of these specs."""
+    def __call__(
+        self,
+        site: Site,
+        in_specs: tuple[Spec, ...],
+        shards: tuple[Spec, ...] | None = None,
+        values: Values | None = None,
+    ) -> Outputs:
+        """The outputs of a call.
+
+        Args:
+            site: the call site.
+            in_specs: the inputs, as JAX has them.
+            shards: the inputs, as torch is given them, if these are shards.
+            values: their values, as torch is given them, if these are known.
+
+        Returns:
+            What is declared, of the global arrays; or what was found out, of the shards.
+        """
         # With and without 64-bit types the same function returns other dtypes.
         key = site, in_specs, x64_enabled()
-        outputs = self._known.get(key)
-        if outputs is None:
-            outputs = self._known.setdefault(key, self._infer(site, in_specs))
-        return outputs
+        if key not in self._declared:
+            self._declared[key] = self._declares(site, in_specs)
+        of_shards = shards is not None and shards != in_specs
+        question = Question(self._function, site, shards or in_specs, of_shards)
+        return self._declared[key] or self._found(question, values)
 
-    def _infer(self, site: Site, in_specs: tuple[Spec, ...]) -> Outputs:
+    def _declares(self, site: Site, in_specs: tuple[Spec, ...]) -> Outputs | None:
         args, kwargs = site.arguments([jax.ShapeDtypeStruct(*s) for s in in_specs])
         declared = self._declaration.outputs(args, kwargs, in_specs)
-        if declared is None:
-            return probe(self._function, site, in_specs)
-        return _declared(self._function.name, *declared, in_specs)
+        return declared and _declared(self._function.name, *declared, in_specs)
+
+    def _found(self, question: Question, values: Values | None) -> Outputs:
+        """What a run shows; an earlier one, unless it was of other values than are known now."""
+        known = self._function.findings.at(question.site, question.in_specs).outputs
+        outputs = known.get(x64_enabled())
+        if outputs is not None and (values is None or not outputs.by_values):
+            return outputs
+        found = probe(question, values, outputs.by_values if outputs else "")
+        if outputs is None and is_checked(question, found):
+            known[x64_enabled()] = found
+        return found
 
 
 def _declared(name: str, declared: Any, source: str, in_specs: Sequence[Spec]) -> Outputs:
@@ -96,7 +124,7 @@ def _declared(name: str, declared: Any, source: str, in_specs: Sequence[Spec]) -
     if isinstance(declared, str):
         _declared_spec(name, declared, in_specs)
     specs = tuple(_declared_spec(name, leaf, in_specs) for leaf in leaves)
-    return Outputs(specs, structure, source)
+    return Outputs(specs, structure, source, declared=True)
 
 
 class _Shape:

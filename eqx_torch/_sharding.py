@@ -178,15 +178,10 @@ def out_spec_list(name: str, out_specs: Any, structure: Structure) -> list[P]:
 
 def local_spec(name: str, what: str, spec: Spec, partition: P, mesh: Any) -> Spec:
     """The part of a global array that one device has."""
+    check_rank(name, what, spec, partition)
     counts = [math.prod(mesh.shape[a] for a in _entry(e)) for e in partition]
     counts += [1] * (len(spec.shape) - len(counts))
-    dims = list(zip(spec.shape, counts, strict=False))
-    if len(counts) > len(spec.shape):
-        raise ShardingError(
-            f"{what} of `{name}` has {len(spec.shape)} dimensions, but its spec {partition} has "
-            f"{len(counts)} entries. If it is a mean over the batch, return one value for each "
-            'example (`reduction="none"`) and take the mean in JAX.'
-        )
+    dims = list(zip(spec.shape, counts, strict=True))
     if any(size % count for size, count in dims):
         raise ShardingError(
             f"{what} of `{name}`, of global shape {list(spec.shape)}, cannot be divided by "
@@ -195,6 +190,17 @@ def local_spec(name: str, what: str, spec: Spec, partition: P, mesh: Any) -> Spe
             "specs."
         )
     return Spec(tuple(size // count for size, count in dims), spec.dtype)
+
+
+def check_rank(name: str, what: str, spec: Spec, partition: P) -> None:
+    """Raises if an array has fewer dimensions than its spec has entries."""
+    if len(partition) > len(spec.shape):
+        raise ShardingError(
+            f"{what} of `{name}` has {len(spec.shape)} dimensions, but its spec {partition} has "
+            f"{len(partition)} entries. Return one value for each shard, `y[None]`, or if it is a "
+            'mean over the batch one for each example (`reduction="none"`), and take the mean in '
+            "JAX."
+        )
 
 
 def batch_axes(arrays: Sequence[Any], dims: Sequence[int | None]) -> tuple[Any, P] | None:

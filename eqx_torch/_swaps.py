@@ -6,16 +6,14 @@ other's parameters, and so would a run that only finds out shapes. So their call
 """
 
 import contextlib
-import itertools
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 
+from ._compat import SWAPPING
 from ._reachable import is_library, kept_by, names_in, reachable
 
 
@@ -23,44 +21,39 @@ _SWAPPER = "functional_call"
 
 
 class Swaps(contextlib.AbstractContextManager["Swaps"]):
-    """Sees whether a module runs in this thread with tensors in the place of its parameters.
+    """Sees whether a function replaces a module's parameters, in this thread.
 
-    Tensors in the place of buffers, or parameters in that of others, are not seen.
+    It looks at calls as a profiler does, which concerns this thread alone; where one is at work
+    already, it sees nothing.
 
     Attributes:
-        any: whether one has.
+        any: whether it has.
     """
 
     def __init__(self) -> None:
         self.any = False
 
     def __enter__(self) -> "Swaps":
-        self._thread = threading.get_ident()
-        self._hook = register_module_forward_pre_hook(self._look_at)
+        self._looks = sys.getprofile() is None
+        if self._looks:
+            sys.setprofile(self._look_at)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._hook.remove()
+        if self._looks:
+            sys.setprofile(None)
 
-    def _look_at(self, module: torch.nn.Module, args: Any) -> None:
-        del args
-        if not self.any and threading.get_ident() == self._thread:
-            self.any = any(_is_swapped(m) for m in module.modules())
-
-
-def _is_swapped(module: torch.nn.Module) -> bool:
-    return any(
-        not isinstance(p, torch.nn.Parameter) for p in module._parameters.values() if p is not None
-    )
+    def _look_at(self, frame: types.FrameType, event: str, _: Any) -> None:
+        self.any = self.any or (event == "call" and frame.f_code is SWAPPING)
 
 
 def seems_to_swap(function: Callable[..., Any]) -> bool:
-    """Whether a function, or one that it can reach, names `torch.func.functional_call`."""
+    """Whether a function, or one that is near it, names `torch.func.functional_call`."""
     return any(map(_names_swapper, reachable(function, _called_by)))
 
 
 def reaches_module(function: Callable[..., Any]) -> bool:
-    """Whether a function can reach a torch module, in which others may swap parameters."""
+    """Whether a torch module is near a function, in which others may swap parameters."""
     return any(isinstance(item, torch.nn.Module) for item in reachable(function))
 
 
@@ -71,24 +64,9 @@ def _names_swapper(item: Any) -> bool:
 
 
 def _called_by(item: Any) -> Iterable[Any]:
-    """What an object may call: what it holds, and the methods of the user's classes."""
-    if isinstance(item, types.FunctionType):
-        return kept_by(item) if _is_users(item) else []
-    if isinstance(item, type):
-        return _methods(item)
-    return [type(item), *kept_by(item)]
-
-
-def _methods(cls: type) -> list[Any]:
-    own = [vars(c).values() for c in cls.__mro__ if _is_users(c)]
-    values = map(_behind_descriptor, itertools.chain(*own))
-    return [x for x in values if isinstance(x, types.FunctionType)]
-
-
-def _behind_descriptor(x: Any) -> Any:
-    if isinstance(x, staticmethod | classmethod):
-        return x.__func__
-    return x.fget if isinstance(x, property) else x
+    """What an object may call, but for what libraries that are installed do."""
+    closed = isinstance(item, types.FunctionType | type) and not _is_users(item)
+    return [] if closed else kept_by(item)
 
 
 def _is_users(item: Any) -> bool:

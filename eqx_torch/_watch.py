@@ -1,25 +1,25 @@
-"""Runs of torch code that leave no trace.
+"""What torch code does while it runs: writes, random numbers, the tensors it makes.
 
-A `Watch` sees every operator of a run: what is written, and whether random numbers are drawn. It
-saves each real storage just before the first write to it, so that the run can be undone.
-`untouched` puts back what the Python objects that a function can reach hold: attributes,
-containers, closures, globals and caches, where code likes to keep what it computed at its first
-call.
+A `Watch` sees every operator of a run. It saves each real storage just before the first write to
+it, so that the writes can be undone, and knows of each new storage whether it is still alive.
+`Exposure` sees which tensors give away their memory, `Draws` only whether random numbers are drawn.
 """
 
-import contextlib
-import functools
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ._compat import TorchDispatchMode, without_modes
-from ._reachable import CachedFunction, globals_of, reachable
+from ._compat import (
+    StorageWeakRef,
+    TorchDispatchMode,
+    without_modes,
+    WithoutFunctionModes,
+)
 
 
+_CPU = torch.device("cpu")
 # These write running statistics without saying so in their schema.
 _SILENT_WRITERS = frozenset(
     ["aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"]
@@ -28,13 +28,17 @@ _STATISTICS = ("running_mean", "running_var")
 # Operators that may draw random numbers do not where one of these arguments is zero or False.
 _SWITCHES = frozenset(["dropout", "dropout_p", "train", "training"])
 
-_EXPOSING = (
-    torch.Tensor.numpy,
-    torch.Tensor.__array__,
-    torch.Tensor.__dlpack__,
-    torch.Tensor.data_ptr,
-    torch.Tensor.storage,
-    torch.Tensor.untyped_storage,
+_ATTRIBUTES: Any = torch.Tensor  # of which the stub knows the values only
+_DATA = _ATTRIBUTES.data.__get__
+EXPOSING = frozenset(
+    [
+        torch.Tensor.numpy,
+        torch.Tensor.__array__,
+        torch.Tensor.__dlpack__,
+        torch.Tensor.data_ptr,
+        torch.Tensor.storage,
+        torch.Tensor.untyped_storage,
+    ]
 )
 
 
@@ -44,28 +48,37 @@ class Watch(TorchDispatchMode):
     Attributes:
         place: what is running, for messages; whoever knows may set it.
         random: the places where random numbers were drawn.
+
+    Args:
+        device: where constants have to be for the run.
+        valueless: whether the run writes no values.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = _CPU, valueless: bool = False) -> None:
         super().__init__()
+        self.device = device
         self.place = ""
         self.random: list[str] = []
+        self._valueless = valueless
         self._written: dict[int, torch.Tensor] = {}
         self._before: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self._made: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for tensor in _written_by(func, args, kwargs):
+        for tensor in writes(func, args, kwargs):
             self._note(tensor)
-        if _draws(func, args, kwargs):
+        if draws(func, args, kwargs):
             self.random.append(self.place)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._note_made(result, (args, kwargs))
+        return result
 
     def wrote(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of this tensor was written to."""
-        return _storage_key(tensor) in self._written
+        return storage_key(tensor) in self._written
 
     def undo(self) -> None:
         """Puts back the contents of all memory that was written to."""
@@ -73,34 +86,61 @@ class Watch(TorchDispatchMode):
             for storage, before in self._before:
                 storage.copy_(before)
 
+    def forget(self) -> None:
+        """Holds on to no tensor of the run any more."""
+        self._written.clear()
+        self._before.clear()
+
+    def survivors(self) -> frozenset[int]:
+        """The keys of the storages that were made in the run and are still alive."""
+        return frozenset(key for key, storage in self._made.items() if not storage.expired())
+
+    def made_by_hand(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Takes tensors that no operator of the run has made for its own."""
+        for tensor in tensors:
+            with WithoutFunctionModes():
+                self._made[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
+
     def _note(self, tensor: torch.Tensor) -> None:
-        key = _storage_key(tensor)
+        key = storage_key(tensor)
         if key in self._written:
             return
         self._written[key] = tensor
-        storage = tensor.untyped_storage()
-        if storage.device.type != "meta":
-            with without_modes():
+        if not self._valueless:
+            with WithoutFunctionModes(), without_modes():
+                storage = tensor.untyped_storage()
                 self._before.append((storage, storage.clone()))
+
+    def _note_made(self, result: Any, arguments: Any) -> None:
+        made = {storage_key(x): x for x in _dense(result)}
+        if not made.keys() <= self._made.keys():
+            made = {key: x for key, x in made.items() if key not in self._made}
+            given = set(map(storage_key, _dense(arguments)))
+            self.made_by_hand(x for key, x in made.items() if key not in given)
 
 
 class Exposure(TorchFunctionMode):
-    """Sees which tensors give away their memory, where writes to it cannot be seen."""
+    """Sees which tensors give away their memory, where writes to it cannot be seen.
 
-    def __init__(self) -> None:
+    Args:
+        by_data: whether `x.data` does: only a `Watch` sees writes to that.
+    """
+
+    def __init__(self, by_data: bool = False) -> None:
         super().__init__()
+        self._exposing = EXPOSING | {_DATA} if by_data else EXPOSING
         self._keys: set[int] = set()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _EXPOSING:
-            self._keys.add(_storage_key(args[0]))
+        if func in self._exposing:
+            self._keys.add(storage_key(args[0]))
         return func(*args, **(kwargs or {}))
 
     def exposed(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of this tensor may have been written to from outside of torch."""
-        return _storage_key(tensor) in self._keys
+        return storage_key(tensor) in self._keys
 
 
 class Draws(TorchDispatchMode):
@@ -118,97 +158,21 @@ class Draws(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.any = self.any or _draws(func, args, kwargs)
+        self.any = self.any or draws(func, args, kwargs)
         return func(*args, **kwargs)
 
 
-class untouched(contextlib.AbstractContextManager["untouched"]):  # noqa: N801
-    """Restores, on leaving, what Python objects that `root` can reach keep between calls.
-
-    Args:
-        root: a function, method, partial, module, callable object or container of these.
-
-    Attributes:
-        changed: after leaving, whether anything had to be restored.
-    """
-
-    def __init__(self, root: Any) -> None:
-        self._root = root
-        self.changed = False
-
-    def __enter__(self) -> "untouched":
-        self._restorers = _restorers(self._root)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        restored = [restore() for restore in self._restorers]
-        self.changed = any(restored)
-
-
-def _restorers(root: Any) -> list[Callable[[], bool]]:
-    """One for each place reachable from `root` where a call may keep something.
-
-    Each returns whether the call has.
-    """
-    found: list[Callable[[], bool]] = []
-    for item in reachable(root):
-        if isinstance(item, torch.Tensor):
-            if item.is_leaf and item.requires_grad:
-                found.append(functools.partial(_put_back, item, "grad", item.grad))
-        elif isinstance(item, dict | list | set):
-            found.append(functools.partial(_refill, item, item.copy()))
-        elif isinstance(item, types.CellType):
-            found.append(functools.partial(_put_back, item, "cell_contents", item.cell_contents))
-        elif isinstance(item, types.FunctionType):
-            found.append(functools.partial(_rebind, item.__globals__, globals_of(item)))
-        elif isinstance(item, CachedFunction):
-            found.append(functools.partial(_empty_if_used, item, item.cache_info()))
-    return found
-
-
-def _put_back(item: Any, name: str, value: Any) -> bool:
-    if getattr(item, name, None) is value:
-        return False
-    setattr(item, name, value)
-    return True
-
-
-def _refill(container: Any, contents: Any) -> bool:
-    if _same_items(container, contents):
-        return False
-    container.clear()
-    (container.extend if isinstance(container, list) else container.update)(contents)
-    return True
-
-
-def _same_items(x: Any, y: Any) -> bool:
-    if isinstance(x, dict):
-        return list(x) == list(y) and all(
-            a is b for a, b in zip(x.values(), y.values(), strict=True)
-        )
-    return len(x) == len(y) and all(a is b for a, b in zip(x, y, strict=True))
-
-
-def _rebind(scope: dict[str, Any], names: dict[str, Any]) -> bool:
-    changed = {name: value for name, value in names.items() if scope.get(name) is not value}
-    scope.update(changed)
-    return bool(changed)
-
-
-def _empty_if_used(cached: Any, before: Any) -> bool:
-    """Forgets what a cached function returned during the run; it cannot forget less than all."""
-    used = cached.cache_info().misses != before.misses
-    if used:
-        cached.cache_clear()
-    return used
-
-
-def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operator draws random numbers with these arguments."""
+def draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operator draws random numbers with these arguments from torch's own generator."""
     return torch.Tag.nondeterministic_seeded in func.tags and not any(
-        argument.name in _SWITCHES and isinstance(value, bool | int | float) and not value
-        for argument, value in _bound(func, args, kwargs)
+        _is_off(argument.name, value) for argument, value in _bound(func, args, kwargs)
     )
+
+
+def _is_off(name: str, value: Any) -> bool:
+    if name == "generator":
+        return value is not None
+    return name in _SWITCHES and isinstance(value, bool | int | float) and not value
 
 
 def _bound(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
@@ -218,7 +182,8 @@ def _bound(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, 
         yield argument, args[i] if i < len(args) else kwargs.get(argument.name, default)
 
 
-def _written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+def writes(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The arguments of an operator that it writes to."""
     silent = func.name() in _SILENT_WRITERS
     for argument, value in _bound(func, args, kwargs):
         alias = argument.alias_info
@@ -231,5 +196,19 @@ def _written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.
         yield from (v for v in values if isinstance(v, torch.Tensor))
 
 
-def _storage_key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _dense(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what an operator takes or gives that have one storage each."""
+    if isinstance(tree, torch.Tensor):
+        if tree.layout is torch.strided:
+            yield tree
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from _dense(item)
+    elif isinstance(tree, dict):
+        yield from _dense(tuple(tree.values()))
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory."""
+    with WithoutFunctionModes():
+        return tensor.untyped_storage()._cdata

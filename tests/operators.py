@@ -81,6 +81,12 @@ class Case:
 
         return on_arrays
 
+    def with_shapes(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A method above wrapped with examples that have no values."""
+        shapes = [jax.ShapeDtypeStruct(x.shape, str(x.dtype)[6:]) for x in self.tensors]
+        args, kwargs = self._call(shapes)
+        return torch2jax(function, *args, example_kw=kwargs)
+
     def arrays(self) -> list[jax.Array]:
         """The tensors as JAX arrays, in memory of their own."""
         return [t2j(x.clone()) for x in self.tensors]

@@ -234,13 +234,13 @@ SHARDED = {
         f"the output of `<lambda>`, of global shape [9], cannot be divided by {P('x')} over "
         "the mesh axes {'x': 2, 'y': 4}. Each sharded dimension must be a multiple of the number "
         "of devices along its axes: pad the batch, or choose other specs.",
-        lambda: _sharded(out_specs=P("x"))(lambda x: torch.cat([x, x[:1]])),
+        lambda: _sharded(out_specs=P("x"), output_shapes=jnp.ones(9))(lambda x: x),
     ),
     "too many entries": Case(
         ShardingError,
-        f"the output of `sum` has 0 dimensions, but its spec {P('x')} has 1 entries. If it is a "
-        'mean over the batch, return one value for each example (`reduction="none"`) and take the '
-        "mean in JAX.",
+        f"the output of `sum` has 0 dimensions, but its spec {P('x')} has 1 entries. Return one "
+        "value for each shard, `y[None]`, or if it is a mean over the batch one for each example "
+        '(`reduction="none"`), and take the mean in JAX.',
         lambda: _sharded(out_specs=P("x"))(torch.sum),
     ),
 }
@@ -274,11 +274,14 @@ def test_an_output_that_cannot_be_inferred():
         "shapes raised TypeError: "
     )
     with pytest.raises(ShapeError, match=re.escape(message)) as info:
-        torch2jax(f)(X)
-    assert str(info.value).endswith(
-        "\nIf the inputs are right, declare the outputs: `output_shapes=` takes a tree of "
-        "`jax.ShapeDtypeStruct`, and the function is then not run to infer them."
+        jax.jit(torch2jax(f))(X)
+    advice = (
+        "\nIf zeros are no good inputs, wrap the function with example arguments that are, which "
+        "it is then run on: `torch2jax(fn, *examples)`. Or declare the outputs: `output_shapes=` "
+        "takes a tree of `jax.ShapeDtypeStruct`, and the function is then not run to infer them."
     )
+    assert advice in str(info.value)
+    assert_trees_equal(jax.jit(torch2jax(f, X))(X), jnp.ones(4))
     assert_trees_equal(torch2jax(f, output_shapes=X)(X), jnp.ones(4))
 
 
@@ -540,12 +543,13 @@ def test_errors_of_torch_say_what_torch_was_given():
 
 def test_shapes_that_depend_on_values():
     with pytest.raises(ShapeError) as info:
-        torch2jax(lambda x: x[x > 0])(jnp.ones(3))
-    assert str(info.value) == (
+        jax.eval_shape(torch2jax(lambda x: x[x > 0]), jnp.ones(3))
+    assert str(info.value).startswith(
         "the shapes that `<lambda>` returns seem to depend on the values of its inputs "
         "(DynamicOutputShapeException: aten.nonzero.default; for zeros it returns an empty "
         "tensor), but in JAX they are fixed when a program is traced. Return a mask or "
-        "`torch.where(...)` of fixed shape, or declare one shape by `output_shapes=` and pad to it."
+        "`torch.where(...)` of fixed shape, or pad to one shape. Wrap it with example arguments of "
+        "which the values give that shape, or declare it by `output_shapes=`."
     )
 
 

@@ -44,7 +44,6 @@ FAST = [
 # Samples whose outputs torch does not know, or does not know right, without their inputs' values.
 # They are declared. `None` stands for all samples.
 DECLARED: dict[str, tuple[str | None, str]] = {
-    "nn.CTCLoss": ("1d_target_lengths_tensors", "cannot infer what `CTCLoss` returns"),
     "nn.MultiLabelMarginLoss": ("1d_reduction_none", "returned another shape than was declared"),
 }
 

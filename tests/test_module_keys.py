@@ -12,7 +12,7 @@ import torch
 from jax.sharding import AxisType, PartitionSpec as P
 from torch.utils.checkpoint import checkpoint
 
-from eqx_torch import from_torch, ModuleError, stack_modules, t2j
+from eqx_torch import from_torch, ModuleError, stack_modules, t2j, torch2jax
 
 from .helpers import assert_trees_equal
 from .module_samples import seed_of
@@ -311,3 +311,53 @@ def test_random_numbers_of_every_kind():
     assert_trees_equal(from_torch(Draws())(ONES, key=KEY), expected)
     call = eqx.filter_jit(from_torch(Draws()))
     assert_trees_equal(call(t2j(torch.ones(4, 32)), key=KEY), expected)
+
+
+class OwnNoise(torch.nn.Module):
+    """Draws from a generator of its own, made outside or inside of the forward."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.generator = None if inside else torch.Generator().manual_seed(42)
+
+    def forward(self, x):
+        g = self.generator or torch.Generator().manual_seed(42)
+        g.manual_seed(42)
+        noise = torch.randn(3, generator=g) + torch.empty(3).uniform_(generator=g)
+        return x + noise + torch.randperm(3, generator=g) + torch.rand_like(x, generator=g)
+
+
+@pytest.mark.parametrize("declared", [False, True], ids=["inferred", "declared"])
+@pytest.mark.parametrize("wrap", [from_torch, torch2jax])
+def test_draws_from_a_generator_of_its_own_need_no_key(wrap, declared):
+    module = OwnNoise(inside=True)
+    x = jnp.arange(3.0)
+    expected = module(torch.arange(3.0))
+    f = wrap(module, output_shapes=x if declared else None)
+    for call in (f, eqx.filter_jit(f)):
+        assert_trees_equal(call(x), expected)
+
+
+def test_a_function_may_name_a_generator():
+    module = OwnNoise(inside=False)
+    state = module.generator.get_state()
+    f = torch2jax(lambda x: module(x))
+    jax.eval_shape(f, jnp.arange(3.0))
+    assert_trees_equal(f(jnp.arange(3.0)), module(torch.arange(3.0)))
+    assert state.numel()
+
+
+class AlwaysDraws(torch.nn.Module):
+    def forward(self, x):
+        return x + torch.randn(3)
+
+
+@pytest.mark.parametrize("declared", [False, True], ids=["inferred", "declared"])
+def test_the_advice_is_not_what_is_done_already(declared):
+    x = jnp.ones(3)
+    model = from_torch(AlwaysDraws(), output_shapes=x if declared else None)
+    for inference in (False, True):
+        model = eqx.nn.inference_mode(model, inference)
+        with pytest.raises(Exception, match="without `key=`") as info:
+            jax.block_until_ready(model(x))
+        assert ("inference_mode" in str(info.value)) is not inference

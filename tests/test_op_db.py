@@ -43,7 +43,7 @@ EXCLUDED = {
     "torch.ops.aten._flash_attention_forward": _NO_DTYPE,
 }
 
-# Their outputs cannot be inferred from shapes, so they are declared.
+# Their outputs cannot be inferred from shapes alone, so they are declared.
 DECLARED = _names("""
     allclose argwhere bincount combinations corrcoef cov equal istft item linalg.lstsq
     linalg.lstsq.grad_oriented masked_select narrow nn.functional.ctc_loss
@@ -181,17 +181,26 @@ def test_excluded_operators_do_not_apply(name):
 
 
 @operators(DECLARED)
-def test_declared_outputs_cannot_be_inferred(name):
+def test_declared_outputs_cannot_be_inferred_from_shapes(name):
     with pytest.raises(
         (ShapeError, UserWarning), match="cannot infer|running it on zeros|depend on the values"
     ):
-        _infer(name)
+        _infer_from_shapes(name)
 
 
-def _infer(name: str) -> None:
+def _infer_from_shapes(name: str) -> None:
     for case in cases(name):
         case.outputs(case.run)
-        case.as_jax(case.run)
+        case.with_shapes(case.run)
+
+
+@operators(DECLARED)
+def test_declared_outputs_are_inferred_from_values(name):
+    with _filled_memory(name):
+        for case in cases(name):
+            expected = case.outputs(case.run)
+            actual = case.as_jax(case.run)(case.arrays())
+            assert_trees_equal(tree_leaves(actual), tree_leaves(expected))
 
 
 def test_tables_name_operators():

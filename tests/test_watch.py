@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eqx_torch import torch2jax
-from eqx_torch._watch import untouched, Watch
+from eqx_torch._watch import Watch
 
 from .helpers import assert_trees_equal
 
@@ -200,34 +200,6 @@ def test_functions_that_cache_what_they_computed(make):
     for _ in range(2):
         assert_trees_equal(wrapped(x.numpy()), expected)
     assert_trees_equal(f(x), expected)
-
-
-def test_untouched_restores_after_an_exception():
-    cache = {"a": 1}
-
-    def f():
-        cache["b"] = 2
-        del cache["a"]
-        raise KeyError
-
-    with pytest.raises(KeyError), untouched(f):
-        f()
-    assert cache == {"a": 1}
-
-
-def test_untouched_meets_empty_cells_cycles_and_classes():
-    class Class:
-        @classmethod
-        def method(cls):
-            return late
-
-    cycle: list = [Class.method, Class]
-    cycle.append(cycle)
-    with untouched(cycle):
-        pass
-    late = Class
-    with untouched(Class.method):
-        assert Class.method() is late
 
 
 def test_gradients_of_parameters_are_restored():

@@ -30,7 +30,7 @@ def callback(program: Program, platform: str, devices: int) -> Callback:
         devices: how many devices call the function.
     """
     ENDING.waits_for(platform, devices)
-    lock = program.leaf.function.lock_at(program.leaf.site)
+    lock = program.leaf.function.lock_to_run()
     # Contexts with nothing in them would be a twentieth of what a call costs.
     run = _evaluator(program, FAILURES.pending if devices == 1 else ())
     if lock is not None:
@@ -102,7 +102,7 @@ def _on_buffers(program: Program) -> Callable[[Sequence[Any]], tuple[()]]:
             i += 1
         for x in inputs:
             if x._version:
-                raise write_error(program.leaf, inputs)
+                raise write_error(program, inputs)
         return ()
 
     def run_and_release(buffers: Sequence[Any]) -> tuple[()]:

@@ -16,7 +16,8 @@ from .._dtypes import canonical_dtype, dtype_t2j, is_inexact
 from .._errors import InputError, ModuleError
 from .._examples import Examples, widened
 from .._function import check_keywords, check_options, lock_of
-from .._probe import probe
+from .._invoke import Infer
+from .._probe import probe, Question
 from .._program import Compiled, Lock, Residuals, VmapMethod
 from .._shapes import OutputShapes
 from .blueprint import Blueprint, Names
@@ -111,8 +112,7 @@ def from_torch(
         core=core,
     )
     if examples is not None:
-        calls = _as_called(core.blueprint, not is_training(module), example_args, example_kw)
-        calls.infer(core.infer)
+        _infer(module, names, not is_training(module), core.infer, example_args, example_kw)
     return model
 
 
@@ -152,7 +152,7 @@ def _names(
         unknown = set(buffers) - changing
         if unknown and (example_args or example_kw is not None):
             every = Names(parameters, buffers, ())
-            changing |= _found_changing(Blueprint(module, every), options, example_args, example_kw)
+            changing |= _found_changing(module, every, options, example_args, example_kw)
     return Names(
         parameters,
         tuple(b for b in buffers if b in changing),
@@ -161,16 +161,17 @@ def _names(
 
 
 def _found_changing(
-    blueprint: Blueprint,
+    module: torch.nn.Module,
+    names: Names,
     options: Options,
     example_args: Sequence[Any],
     example_kw: dict[str, Any] | None,
 ) -> set[str]:
     """The buffers that one run in training mode changes."""
     function = ModuleFunction(
-        blueprint,
+        Blueprint(module, names),
         options.method,
-        name=type(blueprint.module).__name__,
+        name=type(module).__name__,
         lock=None,
         depth=None,
         vmap_method="torch",
@@ -178,26 +179,30 @@ def _found_changing(
         compiled=Compiled(),
     )
     function.tells = False  # the model's own function will
-    calls = _as_called(blueprint, False, example_args, example_kw)
-    calls.infer(lambda site, specs: probe(function, site, specs))
+    ask = lambda site, specs, _, values: probe(Question(function, site, specs), values)  # noqa: E731
+    _infer(module, names, False, ask, example_args, example_kw)
     return function.changed_state
 
 
-def _as_called(
-    blueprint: Blueprint,
+def _infer(
+    module: torch.nn.Module,
+    names: Names,
     inference: bool,
+    infer: Infer,
     example_args: Sequence[Any],
     example_kw: dict[str, Any] | None,
-) -> Examples:
-    """The examples of the function that a module's call is: with parameters and state in front."""
-    parameters = tuple(
-        jax.ShapeDtypeStruct(tuple(p.shape), canonical_dtype(p.dtype)) for p in blueprint.parameters
+) -> None:
+    """Infers what a call like the examples returns, with parameters and state in front."""
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    parameters = tuple(tensors[name] for name in names.parameters)
+    state = tuple(tensors[name] for name in names.state)
+    own = (
+        tuple(jax.ShapeDtypeStruct(p.shape, canonical_dtype(p.dtype)) for p in parameters),
+        tuple(jax.ShapeDtypeStruct(b.shape, _state_dtype(b.dtype)) for b in state),
     )
-    state = tuple(
-        jax.ShapeDtypeStruct(tuple(b.shape), _state_dtype(b.dtype)) for b in blueprint.state
-    )
-    args = (parameters, state, False, inference, *example_args)
-    return Examples(type(blueprint.module).__name__, args, example_kw or {})
+    rest = (False, inference, *example_args)
+    calls = Examples(type(module).__name__, (*own, *rest), example_kw or {})
+    calls.infer(infer, (parameters, state, *rest), example_kw)
 
 
 def _state_dtype(dtype: torch.dtype) -> np.dtype[Any]:

@@ -113,9 +113,11 @@ class Core:
         arguments = (self.examples or self._annotations).restored(user)
         return (None,) * count + state + (arguments or (None,) * len(user.specs()))
 
-    def draws(self, site: Site, inference: bool) -> Sequence[str] | None:
+    def draws(
+        self, site: Site, in_specs: tuple[Spec, ...], inference: bool
+    ) -> Sequence[str] | None:
         """The layers that draw random numbers at a call site without a seed, None if unknown."""
-        found = self.function.draws.get(site)
+        found = self.function.findings.at(site, in_specs).draws
         if found is not None:
             return found
         flags = self.blueprint.training_flags(inference)

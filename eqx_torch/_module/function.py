@@ -7,35 +7,37 @@ and of adjoint solvers reads the module again, and must find the parameters of t
 """
 
 import contextlib
-import dataclasses
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from .._errors import ModuleError
 from .._program import (
     Compiled,
     drawing_from,
-    Effects,
     Kept,
+    Learnt,
     Lock,
     own_generator,
     Residuals,
     Site,
+    Spec,
     Tensors,
     TorchFunction,
     VmapMethod,
 )
-from .._trees import flatten, flatten_result, Structure
+from .._trees import flatten_result, Structure
 from .._watch import Draws, Watch
 from .blueprint import Blueprint, Skeleton
 from .layers import projection
 from .rng import seeded
-from .traces import Changes
 
+
+SEED = Spec((2,), np.dtype("uint32"))
 
 _CPU = torch.device("cpu")
 _UNCHANGED = contextlib.nullcontext()
@@ -45,7 +47,6 @@ class ModuleFunction(TorchFunction):
     """See the module's docstring. Equal where blueprint, method and options are.
 
     Attributes:
-        draws: for each call site without a seed, the layers that drew random numbers.
         changed_state: the buffers that the last trial changed.
         tells: whether it warns of what calls leave behind.
     """
@@ -79,13 +80,10 @@ class ModuleFunction(TorchFunction):
         self.blueprint = blueprint
         self.method = method
         self.own_inputs = len(blueprint.parameters) + len(blueprint.state)
-        self.draws: dict[Site, tuple[str, ...]] = {}
         self.changed_state: set[str] = set()
         self.tells = True
         self._held = _Held()
         self._quiet: set[bool] = set()
-        # What calls at each site leave behind, by whether torch.func transforms them.
-        self._habits: dict[Site, dict[bool, Changes]] = {}
         self._left: tuple[Any, Any, Any] = ((), (), ())  # by the last trial
         self._told: set[str] = set()
 
@@ -101,13 +99,13 @@ class ModuleFunction(TorchFunction):
     def __hash__(self) -> int:
         return hash(self._key())
 
-    def prepared(self, site: Site) -> Callable[[Tensors, bool], Any]:
+    def prepared(self, site: Site, learnt: Learnt) -> Callable[[Tensors, bool], Any]:
         count = len(self.blueprint.parameters)
         state = count + len(self.blueprint.state)
         mode = site.statics[state + 1]
         assert mode is not None
         has_seed, inference, rest = self.draws_at(site), mode.value, site.rest(self.own_arguments)
-        habits = self._habits.setdefault(site, {})
+        habits = learnt.habits
 
         def call(arrays: Tensors, functional: bool) -> Any:
             pool = self.blueprint.pool(arrays[0].device if arrays else _CPU)
@@ -118,8 +116,7 @@ class ModuleFunction(TorchFunction):
             # To look for what a call leaves behind takes long, and one look tells whether it does.
             usual = habits.get(functional)
             look = _Look(skeleton, parameters) if usual is None or usual else None
-            effects = self.findings.effects_at(site) if usual is None else None
-            tried = effects is None or effects.written is not None
+            tried = learnt.written is not None
             skeleton.bind(parameters, [b.clone() for b in arrays[count:state]])
             self._held.items.append(skeleton.unbind)
             with self._seeding(arrays[state]) if has_seed else self._unseeded(inference):
@@ -142,7 +139,7 @@ class ModuleFunction(TorchFunction):
                 if usual is None:
                     habits[functional] = changes
                     # Where there was no trial, the first run was on copies and compared them.
-                    compared = () if tried else self._written_at(site)
+                    compared = () if tried else self._written(learnt)
                     untried = [n for n in numbers if n[-1] not in _sizes(arrays)] * (not tried)
                     self._tell(dict.fromkeys([*written, *compared]), untried, changes.written)
 
@@ -203,7 +200,7 @@ class ModuleFunction(TorchFunction):
         def run(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             parameters, state, _, inference, *rest = args
             skeleton.set_mode(inference)
-            skeleton.place_constants(_device(args, kwargs))
+            skeleton.place_constants(watch.device)
             _LayerNames(skeleton.module, watch)
             look = _Look(skeleton, parameters)
             modes.enter_context(_unoptimised(skeleton.module))
@@ -238,14 +235,25 @@ class ModuleFunction(TorchFunction):
         with modes:
             yield run
 
-    def learn(self, site: Site, effects: Effects, watch: Watch) -> None:
-        count = len(self.blueprint.parameters)
-        state = range(count, count + len(self.blueprint.state))
+    def learn(
+        self, site: Site, in_specs: tuple[Spec, ...], written: frozenset[int], draws: Sequence[str]
+    ) -> None:
+        learnt = self.findings.at(site, in_specs)
         # The state is cloned before it is bound, whether or not it is written.
-        written = (effects.written or frozenset()).difference(state)
-        self.findings.note(site, dataclasses.replace(effects, written=written))
-        self.draws[site] = tuple(dict.fromkeys(watch.random))
+        learnt.written = written.difference(range(len(self.blueprint.parameters), self.own_inputs))
+        learnt.draws = tuple(dict.fromkeys(draws))
+        inference = site.statics[self.own_inputs + 1]
+        assert inference is not None
+        self._quiet.add(inference.value)
         self._tell(*self._left)
+
+    def learn_seeded(self, site: Site, in_specs: tuple[Spec, ...], seeded: Site, seed: int) -> None:
+        """Takes note that a call with a seed, its input number `seed`, does as one without."""
+        written = self.findings.at(site, in_specs).written
+        if written is not None:
+            specs = (*in_specs[:seed], SEED, *in_specs[seed:])
+            moved = frozenset(i + (i >= seed) for i in written)
+            self.findings.at(seeded, specs).written = moved
 
     def _run(self, skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.method == "forward":
@@ -253,7 +261,7 @@ class ModuleFunction(TorchFunction):
         return getattr(skeleton.module, self.method)(*args, **kwargs)
 
     def _unseeded(self, inference: bool) -> contextlib.AbstractContextManager[None]:
-        return _UNCHANGED if self.draws or inference in self._quiet else self._tried(inference)
+        return _UNCHANGED if inference in self._quiet else self._tried(inference)
 
     @contextlib.contextmanager
     def _tried(self, inference: bool) -> Iterator[None]:
@@ -261,12 +269,12 @@ class ModuleFunction(TorchFunction):
         with Draws() as draws:
             yield
         if draws.any:
-            raise ModuleError(missing_key(self.name, []))
+            raise ModuleError(missing_key(self.name, [], inference))
         self._quiet.add(inference)
 
-    def _written_at(self, site: Site) -> list[str]:
+    def _written(self, learnt: Learnt) -> list[str]:
         """The parameters that calls are known to write to."""
-        written = self.findings.effects_at(site).written or frozenset()
+        written = learnt.written or frozenset()
         return [name for i, name in enumerate(self.blueprint.names.parameters) if i in written]
 
     def _tell(
@@ -308,13 +316,15 @@ class ModuleFunction(TorchFunction):
         )
 
 
-def missing_key(name: str, layers: Sequence[str]) -> str:
+def missing_key(name: str, layers: Sequence[str], inference: bool) -> str:
     """The message for a call without a key of a module that draws random numbers."""
     where = f" in {first(layers)}" if layers else ""
+    mode = (
+        "" if inference else ", or `model = eqx.nn.inference_mode(model)` if this is not training"
+    )
     return (
         f"the forward of `{name}` draws random numbers{where}, but was called "
-        "without `key=`. Pass `key=jax.random.key(0)` (split it for each call), or "
-        "`model = eqx.nn.inference_mode(model)` if this is not training."
+        f"without `key=`. Pass `key=jax.random.key(0)` (split it for each call){mode}."
     )
 
 
@@ -413,9 +423,3 @@ def _unoptimised(module: torch.nn.Module) -> contextlib.AbstractContextManager[A
 def _end(items: list[Callable[[], None]]) -> None:
     while items:
         items.pop(0)()
-
-
-def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    """The device of the first tensor."""
-    tensors = (x for x in flatten((args, kwargs))[0] if isinstance(x, torch.Tensor))
-    return next((x.device for x in tensors), _CPU)

@@ -11,8 +11,8 @@ from jax.sharding import AxisType
 
 from .._compat import axes_of_type
 from .._errors import InputError, ModuleError
-from .._invoke import Arguments, invoke
-from .._probe import Outputs
+from .._invoke import Arguments, invoke, outputs_of
+from .._program import Outputs
 from .._sharding import check_on_mesh, check_whole, ON_THE_MESH
 from .attributes import missing_attribute
 from .core import Core
@@ -167,19 +167,20 @@ def _run(
     arguments = Arguments(core.function, (*tensors, False, inference, *args), kwargs)
     others = [x for x in arguments.arrays() if not any(x is b for b in buffers.values())]
     check_on_mesh(core.name, "buffer", buffers, others)
-    specs = arguments.specs()
     restored = core.restored(Arguments(core.function, args, kwargs))
     site = arguments.site(restored)
-    outputs = core.infer(site, specs)
-    draws = core.draws(site, inference)
+    out_specs = core.options.out_specs
+    _, shards, outputs = outputs_of(core.function, core.infer, arguments, site, out_specs)
+    draws = core.draws(site, shards, inference)
     if draws and key is None:
-        raise ModuleError(missing_key(core.name, draws))
+        raise ModuleError(missing_key(core.name, draws, inference))
     seed = None
     if key is not None and draws != ():
         seed = len(module.params) + len(buffers)
         seeded = (*tensors, seed_of(key), inference, *args)
         arguments = Arguments(core.function, seeded, kwargs)
         restored = (*restored[:seed], None, *restored[seed:])
+        core.function.learn_seeded(site, shards, arguments.site(restored), seed)
 
     def known(*_: Any) -> Outputs:
         return outputs
@@ -189,7 +190,7 @@ def _run(
         known,
         arguments,
         restored=restored,
-        out_specs=core.options.out_specs,
+        out_specs=out_specs,
         per_shard=ModuleShards(seed, len(buffers)),
     )
 

@@ -15,9 +15,10 @@ from .dtype_hints import dtype_hint as dtype_hint
 from .exclusive import EXCLUSIVE as EXCLUSIVE
 from .function import (
     Compiled as Compiled,
-    Effects as Effects,
     Findings as Findings,
+    Learnt as Learnt,
     Lock as Lock,
+    Outputs as Outputs,
     PROCESS_LOCK as PROCESS_LOCK,
     Residuals as Residuals,
     TorchFunction as TorchFunction,

@@ -11,6 +11,7 @@ from .._compat import cached_weakly
 from .._errors import EqxTorchError
 from .base import Derivative, Indices, Kind, pick, Program, Spec, Tensors
 from .batch import batched_or_looped
+from .bits import observed
 from .forward import (
     double_backward,
     dual_numbers,
@@ -18,6 +19,7 @@ from .forward import (
     functional_dual_numbers,
     load_forward_mode,
 )
+from .function import LearntBackward
 from .reverse import functional_pullback, is_refusal, pullback, replayed_pullback
 from .tape import Tape, TAPES, TapeSite
 
@@ -117,14 +119,21 @@ class Vjp(_Taped):
 
     def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
         primals, cotangents = self.split(inputs)
-        findings = self.leaf.function.findings
-        if findings.writes_cotangents is not False:
-            cotangents = [u.clone() for u in cotangents]
-        if findings.writes_cotangents is None and not functional:
-            results = self._cotangents(inputs, primals, cotangents, functional)
-            findings.writes_cotangents = any(u._version for u in cotangents)
-            return results
-        return self._cotangents(inputs, primals, cotangents, functional)
+        learnt = self.learnt
+        if learnt.writes is False:
+            return self._cotangents(inputs, primals, cotangents, functional)
+        copies = [u.clone() for u in cotangents]
+        if learnt.writes or functional:
+            return self._cotangents(inputs, primals, copies, functional)
+        run = lambda: self._cotangents(inputs, primals, copies, functional)  # noqa: E731
+        results, written = observed(run, cotangents, copies)
+        learnt.writes = bool(written)
+        return results
+
+    @functools.cached_property
+    def learnt(self) -> LearntBackward:
+        """What runs have shown."""
+        return self.leaf.function.findings.of_backward(self)
 
     def _cotangents(
         self, inputs: Tensors, primals: Tensors, cotangents: Tensors, functional: bool

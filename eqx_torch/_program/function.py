@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
+from .._survivors import Before
 from .._swaps import reaches_module, seems_to_swap
 from .._trees import Structure
-from .._watch import untouched, Watch
-from .base import Tensors
+from .._watch import Watch
+from .base import Spec, Tensors
 from .site import argument_name, Site
 from .tape import Kept
 
@@ -25,53 +26,93 @@ Lock: TypeAlias = contextlib.AbstractContextManager[Any]
 PROCESS_LOCK = threading.RLock()
 
 
-@dataclasses.dataclass(eq=False)
-class Effects:
-    """What a function does at one call site beside returning results, None if that is not known.
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """What a function returns, and who says so.
 
     Attributes:
-        written: the inputs that it writes to.
-        swaps: whether it puts tensors in the place of a module's parameters while it runs.
+        source: who, for messages.
+        declared: whether the user says it, of the global arrays; else it was found out, for arrays
+            of the very shapes that torch is given, which may be shards.
+        by_values: why a run on values had to show it, so that other values may give other shapes;
+            nothing if none had to.
     """
 
+    specs: tuple[Spec, ...]
+    structure: Structure
+    source: str
+    declared: bool = False
+    by_values: str = ""
+
+
+@dataclasses.dataclass(eq=False)
+class Learnt:
+    """What runs have shown of the calls at one site with inputs of these shapes and dtypes.
+
+    Attributes:
+        outputs: what the function returns, with 64-bit types in JAX and without.
+        written: the inputs that it writes to, None if that is not known.
+        draws: the places where it draws random numbers, None if that is not known.
+        habits: what calls leave behind in a module, by whether torch.func transforms them.
+    """
+
+    outputs: dict[bool, Outputs] = dataclasses.field(default_factory=dict)
     written: frozenset[int] | None = None
-    swaps: bool | None = None
+    draws: tuple[str, ...] | None = None
+    habits: dict[bool, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(eq=False)
+class LearntBackward:
+    """What runs of one pullback have shown.
+
+    Attributes:
+        writes: whether it writes to the cotangents that it is given, None if that is not known.
+    """
+
+    writes: bool | None = None
 
 
 @dataclasses.dataclass(eq=False)
 class Findings:
     """What runs of a function have shown. Invariant: dropping any of it costs time, never truth.
 
+    This is the one place for it. What a function does may depend on the shapes and dtypes of its
+    inputs (`x.float()` is `x` itself, or a copy), so that is kept for each call site and these; of
+    a backward, for each program, which has them too.
+
     Attributes:
-        effects: for each call site, what is known of its effects.
+        learnt: of each call site and input specs.
+        backwards: of each pullback.
         forward_mode: for each program that is computed in forward mode, whether torch can.
+        swaps: whether it has put tensors in the place of a module's parameters.
         tried_alone: for each program that is batched, the order of derivatives, those that are
             taken of it included, to which one member was run without a batch.
-        writes_cotangents: whether its backward writes to the cotangents that it is given, None if
-            that is not known.
         needs_gradients: whether it runs only on inputs that require gradients.
         grad_is_refused: whether `torch.autograd.grad` was refused where `backward` is not.
         batching_fails: whether `torch.func.vmap` has failed where a loop worked.
     """
 
-    effects: dict[Site, Effects] = dataclasses.field(default_factory=dict)
+    learnt: dict[tuple[Site, tuple[Spec, ...]], Learnt] = dataclasses.field(default_factory=dict)
+    backwards: WeakKeyDictionary[Any, LearntBackward] = dataclasses.field(
+        default_factory=WeakKeyDictionary
+    )
     forward_mode: WeakKeyDictionary[Any, bool] = dataclasses.field(
         default_factory=WeakKeyDictionary
     )
+    swaps: bool = False
     tried_alone: WeakKeyDictionary[Any, int] = dataclasses.field(default_factory=WeakKeyDictionary)
-    writes_cotangents: bool | None = None
     needs_gradients: bool = False
     grad_is_refused: bool = False
     batching_fails: bool = False
 
-    def note(self, site: Site, effects: Effects) -> None:
-        """Takes note of the effects at a call site."""
-        known = self.effects_at(site)
-        known.written, known.swaps = effects.written, effects.swaps
+    def of_backward(self, pullback: Any) -> LearntBackward:
+        """What is known of a pullback, to be updated in place."""
+        return self.backwards.setdefault(pullback, LearntBackward())
 
-    def effects_at(self, site: Site) -> Effects:
-        """What is known of a call site, to be updated in place."""
-        return self.effects.setdefault(site, Effects())
+    def at(self, site: Site, in_specs: tuple[Spec, ...]) -> Learnt:
+        """What is known of such calls, to be updated in place."""
+        return self.learnt.setdefault((site, in_specs), Learnt())
 
 
 class Compiled:
@@ -133,15 +174,17 @@ class TorchFunction:
 
     @contextlib.contextmanager
     def trial(self, watch: Watch) -> Iterator[Callable[[Sequence[Any], Mapping[str, Any]], Any]]:
-        """The function, for one run under `watch` that leaves no trace in Python objects."""
+        """The function, for one run under `watch`."""
         del watch
-        with untouched(self.python):
-            yield lambda args, kwargs: self.python(*args, **kwargs)
+        yield lambda args, kwargs: self.python(*args, **kwargs)
 
-    def learn(self, site: Site, effects: Effects, watch: Watch) -> None:
+    def learn(
+        self, site: Site, in_specs: tuple[Spec, ...], written: frozenset[int], draws: Sequence[str]
+    ) -> None:
         """Takes note of what a trial has shown."""
-        self.findings.note(site, effects)
-        if watch.random:
+        learnt = self.findings.at(site, in_specs)
+        learnt.written, learnt.draws = written, tuple(draws)
+        if draws:
             warnings.warn(
                 f"`{self.name}` draws random numbers from torch's own generator: others on each "
                 "call, and on each computation of the forward by a backward. Pass random arrays "
@@ -157,12 +200,11 @@ class TorchFunction:
         """Keeps what calls of this thread have left open, for a backward in a later call."""
         return Kept()
 
-    def lock_at(self, site: Site) -> Lock | None:
-        """What is held while it or one of its derivatives runs at this site."""
+    def lock_to_run(self) -> Lock | None:
+        """What is held while it or one of its derivatives runs."""
         if self.lock is not None or self.isolated:
             return self.lock
-        swaps = self.findings.effects_at(site).swaps or seems_to_swap(self.python)
-        return PROCESS_LOCK if swaps else None
+        return PROCESS_LOCK if self.findings.swaps or seems_to_swap(self.python) else None
 
     def lock_to_try(self) -> Lock | None:
         """What is held while a trial runs, lest calls replace what it reads in a module."""
@@ -219,7 +261,7 @@ class TorchFunction:
         """The structure of what the user's function returns, which all outputs may exceed."""
         return structure
 
-    def prepared(self, site: Site) -> Callable[[Tensors, bool], Any]:
+    def prepared(self, site: Site, learnt: Learnt) -> Callable[[Tensors, bool], Any]:
         """The function of the arrays of a call at one site, prepared for many calls.
 
         Its second argument says whether a transformation of torch.func is active.
@@ -236,10 +278,11 @@ class TorchFunction:
                 return python(*args, **kwargs)
             # Wrappers of torch.func die with the transformation, so no cache must keep one.
             # To look for them takes long, and one look tells whether the function has a cache.
-            with untouched(python) as restoring:
-                result = python(*args, **kwargs)
-            keeping = restoring.changed
-            return result
+            before = Before(python)
+            try:
+                return python(*args, **kwargs)
+            finally:
+                keeping = before.take_out_wrappers()
 
         def call_on_arrays(arrays: Tensors, functional: bool) -> Any:
             return call(arrays, True) if functional else python(*arrays)

@@ -19,10 +19,10 @@ from .._dtypes import dtype_j2t
 from .._errors import EqxTorchError, InputError, OutputError, ShapeError
 from .._trees import flatten, flatten_result, leaf_paths, Structure
 from .base import Indices, Program, Spec, Tensors
-from .bits import same_bits
+from .bits import observed
 from .declared import as_declared
 from .dtype_hints import dtype_hint
-from .function import Effects, TorchFunction
+from .function import Learnt, TorchFunction
 from .interposed import is_narrow
 from .leaves import retrying
 from .library_hints import library_hint
@@ -98,7 +98,7 @@ class Leaf(Program):
         return dataclasses.replace(self, in_specs=ins, out_specs=outs)
 
     def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
-        written = self._effects.written
+        written = self.learnt.written
         if written is None:
             return self._first_run(self._prepared(inputs, frozenset()), functional)
         if written or self._restored:
@@ -110,11 +110,11 @@ class Leaf(Program):
         ambient = self.site.ambient
         if self._restored or not ambient.is_neutral:
             return self.run
-        run, function, effects, checked = self.run, self._call, self._effects, self._checker()
+        run, function, learnt, checked = self.run, self._call, self.learnt, self._checker()
         default_dtype, get_default_dtype = ambient.default_dtype, torch.get_default_dtype
 
         def plain_run(inputs: Tensors, functional: bool) -> Tensors:
-            if effects.written != _NOTHING or get_default_dtype() is not default_dtype:
+            if learnt.written != _NOTHING or get_default_dtype() is not default_dtype:
                 return run(inputs, functional)
             try:
                 result = function(inputs, functional)
@@ -140,13 +140,11 @@ class Leaf(Program):
 
     def _first_run(self, tensors: list[torch.Tensor], functional: bool) -> list[torch.Tensor]:
         copies = [t.clone() for t in tensors]
-        versions = [c._version for c in copies]
-        results = self._checked(self._result(copies, functional))
-        if not functional:
-            triples = enumerate(zip(tensors, copies, versions, strict=True))
-            changed = [i for i, (t, c, v) in triples if c._version != v or not same_bits(t, c)]
-            self._effects.written = frozenset(changed)
-        return results
+        if functional:
+            return self._checked(self._result(copies, functional))
+        results, written = observed(lambda: self._result(copies, functional), tensors, copies)
+        self.learnt.written = written
+        return self._checked(results)
 
     def _prepared(self, inputs: Tensors, written: frozenset[int]) -> list[torch.Tensor]:
         tensors = list(inputs)
@@ -214,11 +212,12 @@ class Leaf(Program):
 
     @functools.cached_property
     def _call(self) -> Callable[[Tensors, bool], Any]:
-        return retrying(self.function, self.function.prepared(self.site))
+        return retrying(self.function, self.function.prepared(self.site, self.learnt))
 
     @functools.cached_property
-    def _effects(self) -> Effects:
-        return self.function.findings.effects_at(self.site)
+    def learnt(self) -> Learnt:
+        """What runs with inputs of these shapes and dtypes have shown."""
+        return self.function.findings.at(self.site, self.in_specs)
 
     @functools.cached_property
     def _restored(self) -> list[tuple[int, torch.dtype]]:
@@ -268,13 +267,14 @@ class Leaf(Program):
         )
 
 
-def write_error(leaf: Leaf, inputs: Tensors) -> InputError:
+def write_error(program: Program, inputs: Tensors) -> InputError:
     """An input was written that earlier runs left alone; from now on it is copied."""
+    leaf = program.leaf
     written = [i for i, x in enumerate(inputs) if x._version]
-    findings, count = leaf.function.findings, len(leaf.ins)
-    effects = findings.effects_at(leaf.site)
-    effects.written = (effects.written or frozenset()).union(i for i in written if i < count)
-    findings.writes_cotangents = findings.writes_cotangents or any(i >= count for i in written)
+    learnt, count = leaf.learnt, len(leaf.ins)
+    learnt.written = (learnt.written or frozenset()).union(i for i in written if i < count)
+    if any(i >= count for i in written):
+        leaf.function.findings.of_backward(program).writes = True
     names = ", ".join(input_label(leaf, i) for i in written)
     return InputError(
         f"`{leaf.name}` wrote to its input {names} on this call, but not on the first one, so "
