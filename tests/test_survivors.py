@@ -239,7 +239,7 @@ def test_no_switch_of_the_process_is_touched():
 
 
 def test_other_threads_log_during_a_run(caplog):
-    from eqx_torch._valueless import _QUIET
+    from eqx_torch._fakes import _QUIET
 
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     with _QUIET.here():
