@@ -31,7 +31,7 @@ from .._program import (
     VmapMethod,
 )
 from .._trees import flatten_result, Structure
-from .._watch import Draws, Watch
+from .._watch import Draws, storage_key, Watch
 from .blueprint import Blueprint, Skeleton
 from .layers import projection
 from .rng import seeded
@@ -115,7 +115,8 @@ class ModuleFunction(TorchFunction):
             parameters = arrays[:count]
             # To look for what a call leaves behind takes long, and one look tells whether it does.
             usual = habits.get(functional)
-            look = _Look(skeleton, parameters) if usual is None or usual else None
+            seen = () if functional else parameters
+            look = _Look(skeleton, seen) if usual is None or usual else None
             tried = learnt.written is not None
             skeleton.bind(parameters, [b.clone() for b in arrays[count:state]])
             self._held.items.append(skeleton.unbind)
@@ -352,7 +353,7 @@ class _Look:
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, int]:
     """Where a tensor's contents are, and how often they were written to."""
-    return tensor.untyped_storage()._cdata, tensor._version
+    return storage_key(tensor), tensor._version
 
 
 def _sizes(leaves: Sequence[Any]) -> set[int]:
