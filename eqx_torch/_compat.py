@@ -335,15 +335,18 @@ def lower_callback(
     callback: Callable[..., tuple[()]],
     operands: Sequence[Any],
     name: str,
+    is_kept: bool,
 ) -> Sequence[Any]:
     """Emits a custom call that passes its operand and result buffers to `callback`.
 
-    XLA calls the operation `name`, in programs as in profiles.
+    XLA calls the operation `name`, in programs as in profiles. It drops one that gives no elements,
+    unless that `is_kept`.
     """
     ctx.module_context.add_host_callback(callback)
     index = len(ctx.module_context.host_callbacks) - 1
     with _location(ctx, name):
-        return jax.ffi.ffi_lowering(target)(ctx, *operands, index=np.uint64(index))
+        lower = jax.ffi.ffi_lowering(target, has_side_effect=is_kept)
+        return lower(ctx, *operands, index=np.uint64(index))
 
 
 def _location(ctx: mlir.LoweringRuleContext, name: str) -> mlir.ir.Location:

@@ -77,7 +77,10 @@ class Examples:
                 "examples have.\n"
                 f"  examples: {_shown(self._structure, self._statics)}\n"
                 f"  call:     {_shown(arguments.structure, arguments.statics)}\n"
-                "Call it like the examples, or wrap it without them (they are optional)."
+                "Call it like the examples, which are those of a whole call, or wrap it without "
+                "them (`from_torch(model)` of a converted model drops them). Where they are there "
+                "for dtypes only, annotate the arguments in place of that, in the function or by "
+                '`signature=`: `labels: Int64[Tensor, "batch"]`.'
             )
         return self._restored([x.dtype for x in arguments.arrays()])
 

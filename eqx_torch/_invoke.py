@@ -77,8 +77,9 @@ class Arguments:
                 kind = type(leaf).__name__
                 raise InputError(
                     f"`{self._function.name}` takes JAX arrays, but got a {kind} as "
-                    f"{self._function.label(path)}. Convert it by `eqx_torch.t2j(x)`; in torch "
-                    "code, where there are tensors only, call the torch function or module itself."
+                    f"{self._function.label(path)}. Convert it by `eqx_torch.t2j(x)`, or on a "
+                    "mesh by `jax.numpy.asarray(x.numpy())`; in torch code, where there are "
+                    "tensors only, call the torch function or module itself."
                 )
             if is_key(leaf):
                 raise DtypeError(_no_key(self._function, path, leaf))

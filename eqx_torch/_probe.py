@@ -94,6 +94,8 @@ def probe(question: Question, values: Values | None = None, reason: str = "") ->
     with function.lock_to_try() or contextlib.nullcontext():
         before = Before(function.python)
     refusal: Exception | None = None
+    if not reason and not function.runs_on_fakes:
+        reason = "in TorchScript, `torch.tensor` takes no tensors without values beside it"
     if not reason:
         try:
             return _run(question, _ON_FAKES, before)

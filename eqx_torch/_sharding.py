@@ -298,9 +298,9 @@ def _check_used(name: str, spec: P, out: frozenset[str], used: frozenset[str]) -
     if out - used:
         raise ShardingError(
             f"`out_specs` of `{name}` has {spec}, but no input is sharded over "
-            f"{sorted(out - used)}, so that every device along it would compute the same. Shard "
-            "an input, for instance `jax.sharding.reshard(x, P(...))`, or leave the axis out. "
-            f"{_WITHOUT_OUT_SPECS}"
+            f"{sorted(out - used)}, so that every device along it would compute the same. Shard an "
+            f'input, for instance `jax.sharding.reshard(x, P("{min(out - used)}"))`, or leave the '
+            f"axis out. {_WITHOUT_OUT_SPECS}"
         )
 
 

@@ -56,7 +56,7 @@ def target(fn: Callable[..., Any]) -> Target | None:
         return None if found is None else found.given((fn.__self__,), {})
     if isinstance(fn, torch.nn.Module):
         # What `torch.compile` returns for a module keeps that module under this name.
-        original = fn._modules.get("_orig_mod")
+        original = getattr(fn, "_orig_mod", None)
         return target(fn.forward if original is None else original)
     if isinstance(fn, types.FunctionType):
         return _function(fn)

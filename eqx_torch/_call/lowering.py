@@ -37,7 +37,9 @@ def lower(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Se
     _warn_if_gathered(ctx, program)
     program.prepare()
     run = entry(callback(program, platform, _num_devices(ctx)))
-    return lower_callback(ctx, target, run, operands, _operation_name(program))
+    # Torch is called for a result without elements too: whether it has any is for torch to say.
+    is_empty = all(0 in spec.shape for spec in program.outs)
+    return lower_callback(ctx, target, run, operands, _operation_name(program), is_kept=is_empty)
 
 
 def _operation_name(program: Program) -> str:

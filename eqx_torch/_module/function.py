@@ -7,6 +7,7 @@ and of adjoint solvers reads the module again, and must find the parameters of t
 """
 
 import contextlib
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from .._program import (
     TorchFunction,
     VmapMethod,
 )
+from .._scripts import scripts_near
 from .._trees import flatten_result, Structure
 from .._watch import Draws, storage_key, Watch
 from .blueprint import Blueprint, Skeleton
@@ -166,7 +168,12 @@ class ModuleFunction(TorchFunction):
 
     def must_loop(self, site: Site, in_axes: Sequence[int | None]) -> bool:
         """A batch with a key for each member is drawn member by member."""
-        return self.draws_at(site) and in_axes[self.own_inputs] is not None
+        keyed = self.draws_at(site) and in_axes[self.own_inputs] is not None
+        return keyed or super().must_loop(site, in_axes)
+
+    @functools.cached_property
+    def scripts(self) -> tuple[torch.jit.ScriptModule, ...]:
+        return scripts_near(self.blueprint.module)
 
     def may_require_gradient(self, i: int) -> bool:
         own = self.blueprint.parameters

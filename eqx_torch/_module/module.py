@@ -145,7 +145,7 @@ class TorchModule(eqx.nn.StatefulLayer):
         changing = self.core.blueprint.changing(self.inference)
         init = self.buffers.init
         if changing or not isinstance(init, dict):
-            raise ModuleError(_missing_state(self.core, changing))
+            raise ModuleError(_missing_state(self.core, changing, isinstance(init, dict)))
         return _without_derivatives(self.core, init)
 
 
@@ -285,15 +285,15 @@ def misshapen(core: Core, what: str, array: Any, shape: tuple[int, ...]) -> str:
     )
 
 
-def _missing_state(core: Core, changing: list[str]) -> str:
+def _missing_state(core: Core, changing: list[str], has_values: bool) -> str:
     remedy = (
         "Keep them in a state: `model, state = eqx.nn.make_with_state(from_torch)(module)`, then "
         "`y, state = model(x, state=state)`."
     )
     if not changing:
         return f"`{core.name}` has buffers that live in a state, but was called without. {remedy}"
+    fixed = " To use the values they have, `model = eqx.nn.inference_mode(model)`." * has_values
     return (
         f"the forward of `{core.name}` changes its buffers {first(changing)}, but was "
-        f"called without `state=`. {remedy} To use the values they have, "
-        "`model = eqx.nn.inference_mode(model)`."
+        f"called without `state=`. {remedy}{fixed}"
     )

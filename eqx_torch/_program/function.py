@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import threading
 import warnings
@@ -10,6 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
+import torch
+
+from .._scripts import makes_tensors_of_numbers, scripts_near
 from .._survivors import Before
 from .._swaps import reaches_module, seems_to_swap
 from .._trees import Structure
@@ -218,10 +222,24 @@ class TorchFunction:
         del site
         return False
 
+    @functools.cached_property
+    def scripts(self) -> tuple[torch.jit.ScriptModule, ...]:
+        """The TorchScript modules near it, of which torch knows less than of others.
+
+        The derivatives of `torch.func` through a scripted module are wrong. And where one makes a
+        tensor of numbers, a run on fake tensors ends the process.
+        """
+        return scripts_near(self.python)
+
+    @functools.cached_property
+    def runs_on_fakes(self) -> bool:
+        """Whether a run on fake tensors may be tried."""
+        return not any(map(makes_tensors_of_numbers, self.scripts))
+
     def must_loop(self, site: Site, in_axes: Sequence[int | None]) -> bool:
         """Whether a batch with these axes of the inputs has to be computed one by one."""
         del site, in_axes
-        return False
+        return bool(self.scripts)
 
     def label(self, path: str) -> str:
         """How messages call the argument at a path: `[0][1]['a']` is in the second positional."""
