@@ -37,7 +37,7 @@ def tree_t2j(tree: PyTree, via: Via = "dlpack") -> PyTree:
 
         >>> import torch
         >>> tree_t2j({"weight": torch.ones(2), "name": "linear"})
-        {'name': 'linear', 'weight': Array([1., 1.], dtype=float32)}
+        {'weight': Array([1., 1.], dtype=float32), 'name': 'linear'}
     """
     leaves, structure = _converted(lambda leaf: t2j(leaf, via), torch.Tensor, tree)
     return structure.in_jax(leaves)

@@ -73,10 +73,10 @@ class OutputError(EqxTorchError, TypeError):
 
         >>> import jax.numpy as jnp
         >>> from eqx_torch import torch2jax
-        >>> torch2jax(lambda x: x.sum().item())(jnp.ones(3))
+        >>> torch2jax(lambda x: x.to_sparse())(jnp.ones(3))
         Traceback (most recent call last):
             ...
-        eqx_torch._errors.OutputError: `<lambda>` returned 0.0 of type float, but JAX can only ...
+        eqx_torch._errors.OutputError: `<lambda>` returned a tensor of layout torch.sparse_coo, ...
     """
 
 

@@ -24,6 +24,7 @@ import atexit
 import contextlib
 import dataclasses
 import logging
+import os
 import threading
 import traceback
 from collections.abc import Callable, Hashable, Iterator
@@ -40,6 +41,7 @@ from .poison import poison
 Callback: TypeAlias = Callable[..., tuple[()]]
 
 _LOGGER = logging.getLogger("eqx_torch")
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
 
 @dataclasses.dataclass
@@ -227,7 +229,8 @@ def _origin(error: BaseException | None) -> Hashable:
     origin: list[Hashable] = []
     for link in _chain(error):
         frames = traceback.walk_tb(link.__traceback__)
-        lines = tuple((frame.f_code.co_filename, line) for frame, line in frames)
+        places = ((frame.f_code.co_filename, line) for frame, line in frames)
+        lines = tuple(place for place in places if not place[0].startswith(_PACKAGE))
         origin.append((type(link), lines, str(link) if isinstance(link, EqxTorchError) else None))
     return tuple(origin)
 

@@ -129,8 +129,9 @@ def refuse_errors(nodes: Sequence[Any]) -> None:
 
 
 def _raise_error_of(node: Any) -> None:
+    count = len(node._input_metadata)
     try:
-        node(torch.zeros(()))
+        node(*[torch.zeros(())] * count)
     except RuntimeError as error:
         explain_attention(error)
         raise
