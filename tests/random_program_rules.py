@@ -21,6 +21,7 @@ from .random_params import (
     draw_permutation,
     draw_reduction,
     draw_reshape,
+    draw_residual,
     draw_roll,
     draw_select,
     draw_slice,
@@ -31,7 +32,7 @@ from .random_params import (
     draw_windows,
     Unfit,
 )
-from .random_programs import apply, empty, IN_TORCH, Program, Step, type_of
+from .random_programs import apply, empty, IN_TORCH, Program, SEEN, Step, type_of
 from .random_values import (
     broadcast,
     chosen_elementwise,
@@ -130,6 +131,7 @@ RULES: dict[str, Rule] = {
     "equal": Rule(two((*REAL, *INTEGERS), exact=True)),
     "maximum": Rule(two((*REAL, *INTEGERS), exact=True)),
     "sort": Rule(one((*REAL, "int32"), 1, True), draw_dim),
+    "residual": Rule(one(REAL), draw_residual, exact=False),
     "amax": Rule(one(REAL, 1, True, nonempty), draw_reduction, keeps=True),
     "minimum": Rule(two((*REAL, *INTEGERS), exact=True)),
     "relu": Rule(one(REAL, exact=True), keeps=True),
@@ -156,6 +158,11 @@ RULES: dict[str, Rule] = {
 PLACES = ("whole", "slice", "select", "permute", "diagonal", "unsqueeze")
 
 _KINKED = ("abs", "amax", "argsort", "equal", "less", "maximum", "minimum", "relu", "sort")
+
+
+def leaves_autograd(program: Program) -> bool:
+    """Whether the backward of a step is computed outside of autograd."""
+    return any(step.params.get("backward", SEEN) != SEEN for step in program.steps)
 
 
 def is_smooth(program: Program) -> bool:
