@@ -119,15 +119,36 @@ class Vjp(_Taped):
 
     def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
         primals, cotangents = self.split(inputs)
-        learnt = self.learnt
-        if learnt.writes is False:
-            return self._cotangents(inputs, primals, cotangents, functional)
-        copies = [u.clone() for u in cotangents]
-        if learnt.writes or functional:
-            return self._cotangents(inputs, primals, copies, functional)
-        run = lambda: self._cotangents(inputs, primals, copies, functional)  # noqa: E731
-        results, written = observed(run, cotangents, copies)
-        learnt.writes = bool(written)
+        tape = _taken(self, inputs) if self.taped and not functional else None
+        writes = self.learnt.writes
+        if writes is None and not functional:
+            return self._first_run(tape, primals, cotangents)
+        if writes is not False:
+            cotangents = [u.clone() for u in cotangents]
+        return self._cotangents(tape, primals, cotangents, functional)
+
+    def _first_run(
+        self, tape: Tape | None, primals: Tensors, cotangents: Tensors
+    ) -> list[torch.Tensor]:
+        """A run on copies, which shows what such runs write to.
+
+        Only a backward of the user's can write to a primal that it has saved. From then on each
+        forward has a copy of that; the graphs of earlier ones would write to JAX's memory.
+        """
+        if tape is not None and tape.is_users:
+            tape.kept.release()
+            tape = None
+        count = len(primals) if tape is None else 0
+        originals = [*primals[:count], *cotangents]
+        copies = [x.clone() for x in originals]
+        run = lambda: self._cotangents(tape, copies[:count] or primals, copies[count:], False)  # noqa: E731
+        results, written = observed(run, originals, copies)
+        own = written.intersection(range(min(count, len(self.leaf.ins))))
+        if own:
+            learnt = self.leaf.learnt
+            learnt.written = (learnt.written or frozenset()) | own
+            TAPES.clear()
+        self.learnt.writes = any(i >= count for i in written)
         return results
 
     @functools.cached_property
@@ -136,11 +157,11 @@ class Vjp(_Taped):
         return self.leaf.function.findings.of_backward(self)
 
     def _cotangents(
-        self, inputs: Tensors, primals: Tensors, cotangents: Tensors, functional: bool
+        self, tape: Tape | None, primals: Tensors, cotangents: Tensors, functional: bool
     ) -> list[torch.Tensor]:
         if self._complex:
             cotangents = [_conj(u) for u in cotangents]
-        results = self._replay(inputs, cotangents) if self.taped and not functional else None
+        results = None if tape is None else self._replay(tape, cotangents)
         if results is None:
             results = self._recomputed(primals, cotangents, functional)
         return [_conj(r) for r in results] if self._complex else results
@@ -158,11 +179,8 @@ class Vjp(_Taped):
         differentiate = lambda: pullback(self, primals, cotangents)  # noqa: E731
         return _through_forward_mode(self, lambda: batched_or_looped(self, differentiate))
 
-    def _replay(self, inputs: Tensors, cotangents: Tensors) -> list[torch.Tensor] | None:
-        """The cotangents by the recorded graph, None if there is none to use."""
-        tape = _taken(self, inputs)
-        if tape is None:
-            return None
+    def _replay(self, tape: Tape, cotangents: Tensors) -> list[torch.Tensor] | None:
+        """The cotangents by the recorded graph, None if it cannot be used."""
         try:
             return replayed_pullback(self, tape, cotangents)
         except RuntimeError as error:
