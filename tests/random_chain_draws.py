@@ -65,9 +65,7 @@ def draw_explicit(draw: Draw, of: Signature) -> Explicit | None:
     return Explicit(split, of, joined, draw(st.booleans()))
 
 
-def _draw_joined(
-    draw: Draw, ndim: int, names: Sequence[str]
-) -> tuple[tuple[str, ...], ...] | None:
+def _draw_joined(draw: Draw, ndim: int, names: Sequence[str]) -> tuple[tuple[str, ...], ...] | None:
     """The dimensions along which results of shards are joined, None if they are stacked."""
     if not ndim or draw(st.booleans()):
         return None
