@@ -102,7 +102,7 @@ def test_everything_is_drawn():
 
     @hypothesis.seed(0)
     @hypothesis.settings(
-        max_examples=1000,
+        max_examples=2000,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
