@@ -289,6 +289,17 @@ def outside_of_func() -> bool:
     return _peek_interpreter_stack() is None
 
 
+def fakes_without_memory() -> FakeTensorMode:
+    """Operators give fake tensors, which raise where their memory is asked for.
+
+    By default torch hands out a null pointer, with a warning, and what writes there, such as what
+    `torch.from_dlpack` makes of it, ends the process. The switch of the process is not touched.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode._allow_unsafe_data_ptr_access = False
+    return mode
+
+
 def without_values() -> bool:
     """Whether operators run for their shapes, or for a program to be made of them."""
     keys = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ._compat import FakeTensorMode, is_all_true
+from ._compat import fakes_without_memory, FakeTensorMode, is_all_true
 
 
 _CONSTRAINTS = "torch.distributions.constraints"
@@ -25,7 +25,7 @@ _CONSTRAINTS = "torch.distributions.constraints"
 def on_fakes(device: torch.device) -> Iterator[None]:
     """Operators give fake tensors."""
     del device
-    with _QUIET.here(), FakeTensorMode(allow_non_fake_inputs=True), _ValidArguments():
+    with _QUIET.here(), fakes_without_memory(), _ValidArguments():
         yield
 
 

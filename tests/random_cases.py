@@ -13,9 +13,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from eqx_torch import torch2jax
 
 from .random_chain_draws import draw_chain, draw_explicit
-from .random_chains import apply_all, Arg, Signature, Transformation
+from .random_chains import apply_all, Arg, Grad, Jvp, Signature, Transformation, Vjp
 from .random_program_draws import programs, random_array
-from .random_program_rules import is_smooth
+from .random_program_rules import is_smooth, leaves_autograd
 from .random_programs import Program, Type
 from .random_sharding import Explicit, varying_alike
 from .random_values import Draw
@@ -54,6 +54,13 @@ class Case:
             ]
             results = apply_all(self.chain, wrap(program, **self.options))(*args)
             return tuple(_without_shards(y) if y.size == 0 else y for y in results)
+
+    @property
+    def may_be_refused(self) -> bool:
+        """Whether it takes a derivative that autograd does not see."""
+        derivatives = [type(t) for t in self.chain if isinstance(t, Grad | Jvp | Vjp)]
+        beyond_first = Jvp in derivatives or len(derivatives) > 1
+        return beyond_first and leaves_autograd(self.program)
 
     def in_jax(self) -> tuple[Any, ...]:
         """What the chain makes of the program in JAX."""

@@ -59,7 +59,19 @@ def draw_explicit(draw: Draw, of: Signature) -> Explicit | None:
     if not _may_be_sharded(of):
         return None
     split = _draw_split(draw, of.ins)
-    return Explicit(split, of) if split.used else None
+    if not split.used:
+        return None
+    joined = tuple(_draw_joined(draw, len(y.shape), split.used) for y in of.outs)
+    return Explicit(split, of, joined, draw(st.booleans()))
+
+
+def _draw_joined(draw: Draw, ndim: int, names: Sequence[str]) -> tuple[tuple[str, ...], ...] | None:
+    """The dimensions along which results of shards are joined, None if they are stacked."""
+    if not ndim or draw(st.booleans()):
+        return None
+    places = [draw(st.integers(0, ndim - 1)) for _ in names]
+    order = draw(st.permutations(list(zip(names, places, strict=True))))
+    return tuple(tuple(name for name, place in order if place == dim) for dim in range(ndim))
 
 
 def _size(of: Signature) -> int:

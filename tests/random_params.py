@@ -5,6 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from .random_programs import BACKWARDS
 from .random_values import available, casts, Draw, INEXACT, Value
 
 
@@ -43,6 +44,11 @@ def draw_matmul(draw: Draw, x: Value, y: Value) -> dict[str, Any]:
 def scale(v: Value, count: int) -> dict[str, Any]:
     """Of a sum of so many values: a power of two, which rounds nothing."""
     return {"factor": 0.5 ** math.ceil(math.log2(max(count, 1)))} if v.dtype in INEXACT else {}
+
+
+def draw_residual(draw: Draw, v: Value) -> dict[str, Any]:
+    backward = draw(st.sampled_from(list(BACKWARDS)))
+    return {"backward": backward, "factor": 0.5 ** draw(st.integers(0, 4))}
 
 
 def draw_permutation(draw: Draw, v: Value) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from .random_params import (
     draw_permutation,
     draw_reduction,
     draw_reshape,
+    draw_residual,
     draw_roll,
     draw_select,
     draw_slice,
@@ -31,7 +32,7 @@ from .random_params import (
     draw_windows,
     Unfit,
 )
-from .random_programs import apply, empty, IN_TORCH, Program, Step, type_of
+from .random_programs import apply, empty, IN_TORCH, Program, SEEN, Step, type_of
 from .random_values import (
     broadcast,
     chosen_elementwise,
@@ -122,6 +123,7 @@ RULES: dict[str, Rule] = {
     "cast": Rule(one(EVERY), draw_cast),
     "cos": Rule(one(REAL), exact=False),
     "as_real": Rule(one(COMPLEX), view=True),
+    "residual": Rule(one(REAL), draw_residual, exact=False),
     "sigmoid": Rule(one(REAL), exact=False, keeps=True),
     "less": Rule(two((*REAL, *INTEGERS), exact=True)),
     "prod": Rule(one(REAL, 1), draw_dim, exact=False, keeps=True),
@@ -156,6 +158,11 @@ RULES: dict[str, Rule] = {
 PLACES = ("whole", "slice", "select", "permute", "diagonal", "unsqueeze")
 
 _KINKED = ("abs", "amax", "argsort", "equal", "less", "maximum", "minimum", "relu", "sort")
+
+
+def leaves_autograd(program: Program) -> bool:
+    """Whether the backward of a step is computed outside of autograd."""
+    return any(step.params.get("backward", SEEN) != SEEN for step in program.steps)
 
 
 def is_smooth(program: Program) -> bool:

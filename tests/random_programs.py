@@ -7,6 +7,9 @@ done to one of them by JAX's transformations must give the same as when done to 
 Values stay within a few units, since sums and products are scaled by powers of two, and all steps
 are smooth or exact: those that jump or have a kink (comparisons, `sort`, `relu`) are for inputs,
 which no rounding has touched. `random_program_draws` draws such programs.
+
+The step `residual` adds to a value what a `torch.autograd.Function` makes of it, whose backward may
+leave autograd: of such programs derivatives after the first may be refused, but not wrong.
 """
 
 import dataclasses
@@ -16,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 
@@ -152,6 +156,43 @@ def _scaled_by(f):
     return lambda *xs, factor=1, **params: f(*xs, **params) * factor
 
 
+def _by_numpy(x):
+    """The same numbers, by way of NumPy, which has no bfloat16."""
+    wide = x.detach().to(torch.float64)
+    return torch.from_numpy(np.array(wide.numpy())).to(x.dtype)
+
+
+def _sine(backward):
+    """The sine, with this backward."""
+
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, g):
+            return backward(g, *ctx.saved_tensors)
+
+    return Sine.apply
+
+
+# Backwards of the sine: one that autograd sees, and some that it does not.
+SEEN = "seen"
+BACKWARDS = {
+    SEEN: _sine(lambda g, x: g * x.cos()),
+    "detached": _sine(lambda g, x: g.detach() * x.cos()),
+    "detached in part": _sine(lambda g, x: 0.5 * g * x.cos() + (0.5 * g * x.cos()).detach()),
+    "without gradients": _sine(torch.no_grad()(lambda g, x: g * x.cos())),
+    "by NumPy": _sine(lambda g, x: _by_numpy(g * x.cos())),
+    "in part by NumPy": _sine(lambda g, x: 0.25 * g * x.cos() + 0.75 * x.cos() * _by_numpy(g)),
+    "saved tensors by NumPy": _sine(lambda g, x: g * _by_numpy(x).cos()),
+    "products by NumPy": _sine(lambda g, x: g * _by_numpy(x.cos())),
+    "two paths": _sine(lambda g, x: 0.5 * g * x.cos() + 0.5 * g * _by_numpy(x).cos()),
+}
+
+
 IN_TORCH: dict[str, Callable[..., Any]] = {
     # Elementwise.
     "abs": torch.abs,
@@ -170,6 +211,7 @@ IN_TORCH: dict[str, Callable[..., Any]] = {
     "not": lambda x: ~x,
     "parity": _parity,
     "relu": torch.relu,
+    "residual": lambda x, backward, factor: 0.5 * x + factor * BACKWARDS[backward](x),
     "sigmoid": torch.sigmoid,
     "sin": torch.sin,
     "sub": lambda x, y: (x - y) * 0.5,
@@ -231,6 +273,7 @@ IN_JAX: dict[str, Callable[..., Any]] = {
     "not": lambda x: ~x,
     "parity": lambda x, dtype: (x & 1).astype(dtype),
     "relu": jax.nn.relu,
+    "residual": lambda x, backward, factor: 0.5 * x + factor * jnp.sin(x),
     "sigmoid": jax.nn.sigmoid,
     "sin": jnp.sin,
     "sub": lambda x, y: (x - y) * 0.5,

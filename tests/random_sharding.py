@@ -2,7 +2,8 @@
 
 In both, some dimensions of some arguments are sharded over the axes of a mesh, each device applies
 the function to its shards, and since a random program says nothing of how its results fit together,
-they are stacked along a new first axis, or summed.
+they are stacked along a new first axis, summed, or, as `out_specs` of a torch call allows, joined
+along axes of their own.
 """
 
 import dataclasses
@@ -47,10 +48,6 @@ class Split:
         return tuple(name for name in self.names if name in names)
 
     @property
-    def shards(self) -> int:
-        return math.prod(map(self.size, self.used))
-
-    @property
     def in_specs(self) -> tuple[P, ...]:
         return tuple(P(*(entry or None for entry in spec)) for spec in self.specs)
 
@@ -62,7 +59,11 @@ class Split:
 
     def global_shape(self, shape: tuple[int, ...], i: int) -> tuple[int, ...]:
         """The shape of an argument whose shards have this one."""
-        pairs = zip(shape, self.specs[i], strict=True)
+        return self.whole(shape, self.specs[i])
+
+    def whole(self, shape: tuple[int, ...], spec: Sequence[Sequence[str]]) -> tuple[int, ...]:
+        """The shape of an array with shards of this shape, sharded over these axes."""
+        pairs = zip(shape, spec, strict=True)
         return tuple(n * math.prod(map(self.size, entry)) for n, entry in pairs)
 
 
@@ -107,18 +108,24 @@ class Explicit:
 
     Attributes:
         of: what the function takes and returns on each device.
+        joined: for each result and each of its dimensions the axes along which the shards' results
+            are joined there; None for results that are stacked.
+        declared: whether the shapes of the results are declared, not found out.
     """
 
     split: Split
     of: Signature
+    joined: tuple[tuple[tuple[str, ...], ...] | None, ...]
+    declared: bool
 
     def in_torch(self, f: Callable[..., Any], **options: Any) -> Function:
         """The function, wrapped."""
-        outputs = tuple(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in self.signature.outs)
+        if self.declared:
+            outs = self.signature.outs
+            options["output_shapes"] = tuple(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in outs)
         return torch2jax(
-            lambda *shards: tuple(y[None] for y in f(*shards)),
-            output_shapes=outputs,
-            out_specs=P(self.split.used),
+            lambda *shards: self._with_new_axes(f(*shards)),
+            out_specs=tuple(P(*(entry or None for entry in spec)) for spec in self._out_specs),
             **options,
         )
 
@@ -127,10 +134,31 @@ class Explicit:
 
         def g(*args: Any) -> tuple[Any, ...]:
             places = itertools.product(*(range(self.split.size(n)) for n in self.split.used))
-            outs = [f(*self._shards(args, place)) for place in places]
-            return tuple(map(jnp.stack, zip(*outs, strict=True)))
+            outs = [self._with_new_axes(f(*self._shards(args, place))) for place in places]
+            return tuple(map(self._join, zip(*outs, strict=True), self._out_specs))
 
         return g
+
+    def _with_new_axes(self, outs: Sequence[Any]) -> tuple[Any, ...]:
+        """The results of a shard, with a new first axis for those that are stacked."""
+        pairs = zip(outs, self.joined, strict=True)
+        return tuple(y[None] if joined is None else y for y, joined in pairs)
+
+    @property
+    def _out_specs(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
+        """For each result and each of its dimensions, the axes that it is sharded over."""
+        pairs = zip(self.of.outs, self.joined, strict=True)
+        stacked = lambda y: (self.split.used, *((),) * len(y.shape))  # noqa: E731
+        return tuple(stacked(y) if joined is None else joined for y, joined in pairs)
+
+    def _join(self, shards: Sequence[Any], spec: Sequence[Sequence[str]]) -> Any:
+        """The whole of which these are the shards, in the order of the used axes."""
+        used = self.split.used
+        order: list[int] = []
+        for dim, entry in enumerate(spec):
+            order += [*map(used.index, entry), len(used) + dim]
+        y = jnp.stack(shards).reshape(*map(self.split.size, used), *shards[0].shape)
+        return y.transpose(order).reshape(self.split.whole(shards[0].shape, spec))
 
     def _shards(self, args: Sequence[Any], place: tuple[int, ...]) -> Iterator[Any]:
         """The shards that the device at this place of the mesh has."""
@@ -152,8 +180,12 @@ class Explicit:
             for i, x in enumerate(self.of.ins)
         )
         outs = tuple(
-            Arg((self.split.shards, *y.shape), y.dtype, (self.split.used, *(None,) * len(y.shape)))
-            for y in self.of.outs
+            Arg(
+                self.split.whole((1, *y.shape) if joined is None else y.shape, spec),
+                y.dtype,
+                tuple(entry or None for entry in spec),
+            )
+            for y, joined, spec in zip(self.of.outs, self.joined, self._out_specs, strict=True)
         )
         return Signature(ins, outs)
 

@@ -71,6 +71,17 @@ def test_functions_that_need_values_run_on_those_at_hand(getkey, f):
         assert_trees_equal(call(x), expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "of",
+    [torch.from_dlpack, lambda x: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x))],
+)
+def test_memory_of_tensors_without_values_is_not_given_away(of):
+    """There is none: to write to it would end the process."""
+    f = torch2jax(lambda x: of(x.detach()).mul_(2) + x)
+    with pytest.warns(UserWarning, match="inferred by running it on zeros"):
+        assert_trees_equal(jax.jit(f)(jnp.arange(3.0)), 4 * jnp.arange(3.0))
+
+
 def test_it_draws_no_random_numbers():
     def f(x):
         noise = torch.rand(3)

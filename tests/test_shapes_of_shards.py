@@ -3,12 +3,15 @@
 The reference is `jax.shard_map` of the same function written in JAX.
 """
 
+import random
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 from jaxtyping import Float
 from torch import Tensor
 
@@ -153,3 +156,79 @@ def test_shards_have_their_own_values():
         x = jax.device_put(X + 1, P("x"))
         f = torch2jax(lambda x: x[x > 0], out_specs=P("x"))
         assert_trees_equal(f(x), (X + 1).reshape(-1))
+
+
+# Of the rows of a shard, each written in torch and in JAX.
+ROWS = {
+    "kept sum": (lambda x: x.sum(0, keepdim=True), lambda x: x.sum(0, keepdims=True)),
+    "mean": (lambda x: x.mean(0)[None], lambda x: x.mean(0)[None]),
+    "running sum": (lambda x: x.cumsum(0), lambda x: jnp.cumsum(x, 0)),
+    "from its mean": (lambda x: x - x.mean(0), lambda x: x - x.mean(0)),
+    "softmax": (lambda x: x.softmax(0), lambda x: jax.nn.softmax(x, 0)),
+    "flipped": (lambda x: x.flip(0) * x, lambda x: x[::-1] * x),
+    "sorted": (lambda x: x.sort(0).values, lambda x: jnp.sort(x, 0)),
+    "first row": (lambda x: x[:1].sin(), lambda x: jnp.sin(x[:1])),
+    "twice": (lambda x: torch.cat([x, x.cos()]), lambda x: jnp.concatenate([x, jnp.cos(x)])),
+    "products": (lambda x: x.T @ x, lambda x: x.T @ x),
+    "a vector": (lambda x: x.square().sum(0), lambda x: jnp.square(x).sum(0)),
+}
+MESHES = {
+    "2": ((2,), P("x")),
+    "4": ((4,), P("x")),
+    "2x2 over both": ((2, 2), P(("x", "y"))),
+    "2x2 over one": ((2, 2), P("y")),
+}
+
+
+def _loss(f):
+    return lambda x: sum((jnp.cos(jnp.arange(y.size)).reshape(y.shape) * y).sum() for y in f(x))
+
+
+# What is done to a function of all rows.
+WAYS = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "grad": lambda f: jax.jit(jax.grad(_loss(f))),
+    "eager grad": lambda f: jax.grad(_loss(f)),
+    "vmap": lambda f: jax.jit(jax.vmap(f, in_axes=2, out_axes=-1)),
+    "grad of vmap": lambda f: jax.jit(jax.grad(_loss(jax.vmap(f, in_axes=2, out_axes=-1)))),
+    "jvp": lambda f: jax.jit(lambda x: jax.jvp(f, (x,), (x * x,))),
+}
+
+
+def check_rows(seed):
+    """Random results per shard, of random combinations of these functions, in every way."""
+    draw = random.Random(seed)
+    (sizes, spec), way = MESHES[draw.choice(list(MESHES))], draw.choice(list(WAYS))
+    names = draw.sample(list(ROWS), draw.randint(1, 3))
+    first = draw.choice([name for name in ROWS if name != "a vector"])
+    f = lambda x: tuple(ROWS[name][0](ROWS[first][0](x)) for name in names)  # noqa: E731
+    twin = lambda x: tuple(ROWS[name][1](ROWS[first][1](x)) for name in names)  # noqa: E731
+    shape = (8, 3, 2) if "vmap" in way else (8, 3)
+    x = jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+    mesh = jax.make_mesh(sizes, ("x", "y")[: len(sizes)], (AxisType.Explicit,) * len(sizes))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, spec)
+        wrapped = torch2jax(f, out_specs=spec)
+        mapped = jax.shard_map(twin, in_specs=spec, out_specs=spec)
+        expected = WAYS[way](jax.jit(mapped))(x)
+        what = f"{way} of {names} of {first} on {sizes}, {spec}"
+        for a, b in zip(
+            jax.tree.leaves(WAYS[way](wrapped)(x)), jax.tree.leaves(expected), strict=True
+        ):
+            np.testing.assert_allclose(a, b, 1e-4, 1e-5, err_msg=what)
+            assert jax.typeof(a).sharding == jax.typeof(b).sharding, what
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_random_results_per_shard(part):
+    for seed in range(10 * part, 10 * part + 8):
+        check_rows(seed)
+
+
+@pytest.mark.slow
+def test_many_random_results_per_shard():
+    for seed in range(1000, 1300):
+        check_rows(seed)
+        if seed % 50 == 0:
+            jax.clear_caches()

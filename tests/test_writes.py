@@ -308,3 +308,45 @@ def test_normalisation_statistics_of_a_closed_over_module():
     assert_trees_equal(actual, model(x), rtol=1e-5)
     after = model.state_dict()
     assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+class WritesWhatItSaved(torch.autograd.Function):
+    """The square of x, whose backward doubles x before it gives the derivative."""
+
+    way = "numpy"
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        x = x.detach()
+        memory = {"numpy": x.numpy, "data": lambda: x.data, "in place": lambda: x}
+        m = memory[WritesWhatItSaved.way]()
+        m *= 2
+        return g * x
+
+
+@pytest.mark.parametrize("way", ["numpy", "data", "in place"])
+@pytest.mark.parametrize("residuals", ["tape", "recompute"])
+def test_a_backward_that_writes_to_what_it_saved(monkeypatch, way, residuals):
+    """The tangent is computed by the backward too. Graphs recorded before that is known are two."""
+    monkeypatch.setattr(WritesWhatItSaved, "way", way)
+    x = jnp.arange(4.0)
+    before = jnp.array(x)
+    f = torch2jax(lambda x: WritesWhatItSaved.apply(x), residuals=residuals)
+    _, first = jax.vjp(f, x)
+    _, second = jax.vjp(f, x)
+    for pull in (first, second):
+        assert_trees_equal(pull(jnp.ones(4)), (2 * before,))
+        assert_trees_equal(x, before, exact=True)
+    gradient = jax.grad(lambda x: f(x).sum())
+    tangent = lambda x: jax.jvp(torch2jax(lambda x: WritesWhatItSaved.apply(x)), (x,), (x,))[1]  # noqa: E731
+    for derivative, expected in ((gradient, 2 * before), (tangent, 2 * before**2)):
+        for call in (derivative, jax.jit(derivative)):
+            for _ in range(3):
+                assert_trees_equal(call(x), expected)
+                assert_trees_equal(x, before, exact=True)

@@ -32,6 +32,35 @@ class _Taped(Derivative):
         """Where the graphs of `inner` are kept."""
         return TAPES.site(self.inner)
 
+    @functools.cached_property
+    def learnt(self) -> LearntBackward:
+        """What runs have shown."""
+        return self.leaf.function.findings.of_backward(self)
+
+    def _observed(
+        self,
+        primals: Tensors,
+        others: Tensors,
+        run: Callable[[Tensors, Tensors], list[torch.Tensor]],
+    ) -> list[torch.Tensor]:
+        """The result of a run on copies, which shows what such runs write to.
+
+        Only what a `torch.autograd.Function` of the user's does can write to a primal that it has
+        saved. From then on each forward has a copy of that; the graphs of earlier ones would write
+        to JAX's memory.
+        """
+        originals, count = [*primals, *others], len(primals)
+        copies = [x.clone() for x in originals]
+        run_on_copies = lambda: run(copies[:count], copies[count:])  # noqa: E731
+        results, written = observed(run_on_copies, originals, copies)
+        own = written.intersection(range(min(count, len(self.leaf.ins))))
+        if own:
+            learnt = self.leaf.learnt
+            learnt.written = (learnt.written or frozenset()) | own
+            TAPES.clear()
+        self.learnt.writes = any(i >= count for i in written)
+        return results
+
 
 @cached_weakly
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -73,6 +102,16 @@ class Jvp(_Taped):
         primals, tangents = self.split(inputs)
         if self.taped and not functional:
             _drop(self, inputs)
+        writes = self.learnt.writes
+        if writes is None and not functional:
+            return self._observed(primals, tangents, lambda ps, ts: self._tangents(ps, ts, False))
+        if writes:
+            tangents = [t.clone() for t in tangents]
+        return self._tangents(primals, tangents, functional)
+
+    def _tangents(
+        self, primals: Tensors, tangents: Tensors, functional: bool
+    ) -> list[torch.Tensor]:
         forward_mode = self.leaf.function.findings.forward_mode
         works = forward_mode.get(self, not self.inner.forward)  # dual numbers do not nest
         if functional:
@@ -119,28 +158,34 @@ class Vjp(_Taped):
 
     def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
         primals, cotangents = self.split(inputs)
-        learnt = self.learnt
-        if learnt.writes is False:
-            return self._cotangents(inputs, primals, cotangents, functional)
-        copies = [u.clone() for u in cotangents]
-        if learnt.writes or functional:
-            return self._cotangents(inputs, primals, copies, functional)
-        run = lambda: self._cotangents(inputs, primals, copies, functional)  # noqa: E731
-        results, written = observed(run, cotangents, copies)
-        learnt.writes = bool(written)
-        return results
+        tape = _taken(self, inputs) if self.taped and not functional else None
+        writes = self.learnt.writes
+        if writes is None and not functional:
+            return self._first_run(tape, primals, cotangents)
+        if writes is not False:
+            cotangents = [u.clone() for u in cotangents]
+        return self._cotangents(tape, primals, cotangents, functional)
 
-    @functools.cached_property
-    def learnt(self) -> LearntBackward:
-        """What runs have shown."""
-        return self.leaf.function.findings.of_backward(self)
+    def _first_run(
+        self, tape: Tape | None, primals: Tensors, cotangents: Tensors
+    ) -> list[torch.Tensor]:
+        """With a graph that writes to no primal, or on copies of these."""
+        if tape is not None and not tape.is_users:
+            return self._observed(
+                [], cotangents, lambda _, us: self._cotangents(tape, primals, us, False)
+            )
+        if tape is not None:
+            tape.kept.release()
+        return self._observed(
+            primals, cotangents, lambda ps, us: self._cotangents(None, ps, us, False)
+        )
 
     def _cotangents(
-        self, inputs: Tensors, primals: Tensors, cotangents: Tensors, functional: bool
+        self, tape: Tape | None, primals: Tensors, cotangents: Tensors, functional: bool
     ) -> list[torch.Tensor]:
         if self._complex:
             cotangents = [_conj(u) for u in cotangents]
-        results = self._replay(inputs, cotangents) if self.taped and not functional else None
+        results = None if tape is None else self._replay(tape, cotangents)
         if results is None:
             results = self._recomputed(primals, cotangents, functional)
         return [_conj(r) for r in results] if self._complex else results
@@ -158,11 +203,8 @@ class Vjp(_Taped):
         differentiate = lambda: pullback(self, primals, cotangents)  # noqa: E731
         return _through_forward_mode(self, lambda: batched_or_looped(self, differentiate))
 
-    def _replay(self, inputs: Tensors, cotangents: Tensors) -> list[torch.Tensor] | None:
-        """The cotangents by the recorded graph, None if there is none to use."""
-        tape = _taken(self, inputs)
-        if tape is None:
-            return None
+    def _replay(self, tape: Tape, cotangents: Tensors) -> list[torch.Tensor] | None:
+        """The cotangents by the recorded graph, None if it cannot be used."""
         try:
             return replayed_pullback(self, tape, cotangents)
         except RuntimeError as error:

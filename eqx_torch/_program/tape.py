@@ -33,7 +33,7 @@ import torch
 
 from .._compat import on_clear_caches
 from .base import Indices, Program, Tensors
-from .graph import nodes_behind
+from .graph import is_users, nodes_behind
 
 
 FIRST_LIMIT = 8
@@ -71,6 +71,11 @@ class Tape:
     outputs: Sequence[Any]
     addresses: tuple[int, ...] | None
     kept: Kept
+
+    @property
+    def is_users(self) -> bool:
+        """Whether a part of the backward is a user's."""
+        return any(map(is_users, nodes_behind(y.node for y in self.outputs if y is not None)))
 
 
 class _Sized(NamedTuple):
