@@ -124,16 +124,27 @@ def container(cls: Any, names: tuple[Any, ...] | None, items: Sequence[Any]) -> 
     """A container with these children."""
     if names is None:
         return cls(items)
-    named = zip(names, items, strict=True)
+    named = dict(zip(names, items, strict=True))
     if not dataclasses.is_dataclass(cls):
-        return cls(dict(named))
+        own = own_class(cls)(named)
+        return own if type(own) is cls else _as_stand_in(cls, own)
     # What `__init__` and `__post_init__` check is for the user's own values, not for tracers.
     new: Any = cls.__new__(cls)  # pyright: ignore[reportArgumentType]
-    for name, value in named:
+    for name, value in named.items():
         if isinstance(new, dict):
             new[name] = value
         else:
             object.__setattr__(new, name, value)
+    return new
+
+
+def _as_stand_in(cls: Any, own: Any) -> Any:
+    """A mapping as one of the subclass `cls`, which its class need not know how to make."""
+    new = cls.__new__(cls)
+    vars(new).update(vars(own))
+    if isinstance(new, dict):
+        for name, value in own.items():
+            new[name] = value
     return new
 
 
