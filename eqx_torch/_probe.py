@@ -141,7 +141,7 @@ def _run(question: Question, way: _Way, before: Before) -> Outputs:
 def _run_once(question: Question, way: _Way, before: Before) -> Outputs:
     function, name = question.function, question.function.name
     with function.lock_to_try() or contextlib.nullcontext():
-        watch = Watch(_device(), valueless=way is _ON_FAKES)
+        watch = Watch()
         try:
             outputs, written, swaps = _watched(question, way, watch)
         except Exception as error:

@@ -20,6 +20,7 @@ LARGE = 1000  # entries
 
 _MOST = 50_000  # objects: those of a module of some thousand layers
 _OPAQUE = (types.ModuleType, str, int, float, complex, bytes)
+_CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, collections.deque)
 _LIBRARIES = ("jax", "jaxlib", "numpy", "torch")
 
 
@@ -62,7 +63,7 @@ def is_library(module: str | None) -> bool:
 
 def kept_by(item: Any) -> Iterable[Any]:
     """What an object holds, and what a function names."""
-    if isinstance(item, dict | list | tuple | set | collections.deque):
+    if isinstance(item, _CONTAINERS):
         return _contents(item)
     if isinstance(item, functools.partial):
         return [item.func, item.args, item.keywords]
@@ -83,9 +84,10 @@ def kept_by(item: Any) -> Iterable[Any]:
 
 def _contents(container: Any) -> Iterable[Any]:
     # Classes may have their own idea of what a dict has, and other threads may be adding to it.
-    if isinstance(container, dict):
-        return tuple(dict.copy(container).values()) if dict.__len__(container) <= LARGE else ()
-    return tuple(container) if len(container) <= LARGE else ()
+    kind = next(kind for kind in _CONTAINERS if isinstance(container, kind))
+    if kind.__len__(container) > LARGE:
+        return ()
+    return tuple(dict.copy(container).values() if kind is dict else kind.__iter__(container))
 
 
 def _is_users(item: Any) -> bool:

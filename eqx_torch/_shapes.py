@@ -108,13 +108,18 @@ class Inference:
 
     def _found(self, question: Question, values: Values | None) -> Outputs:
         """What a run shows; an earlier one, unless it was of other values than are known now."""
-        known = self._function.findings.at(question.site, question.in_specs).outputs
-        outputs = known.get(x64_enabled())
+        findings, x64 = self._function.findings, x64_enabled()
+        known = findings.at(question.site, question.in_specs).outputs
+        # JAX sorts the dictionaries that it passes on, and values are known of the user's alone.
+        of_values = findings.at(question.site.unordered, question.in_specs).outputs
+        outputs = known.get(x64) or of_values.get(x64)
         if outputs is not None and (values is None or not outputs.by_values):
             return outputs
         found = probe(question, values, outputs.by_values if outputs else "")
         if outputs is None and is_checked(question, found):
-            known[x64_enabled()] = found
+            known[x64] = found
+            if found.by_values:
+                of_values[x64] = found
         return found
 
 

@@ -19,7 +19,6 @@ from ._compat import (
 )
 
 
-_CPU = torch.device("cpu")
 # These write running statistics without saying so in their schema.
 _SILENT_WRITERS = frozenset(
     ["aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"]
@@ -48,18 +47,12 @@ class Watch(TorchDispatchMode):
     Attributes:
         place: what is running, for messages; whoever knows may set it.
         random: the places where random numbers were drawn.
-
-    Args:
-        device: where constants have to be for the run.
-        valueless: whether the run writes no values.
     """
 
-    def __init__(self, device: torch.device = _CPU, valueless: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.device = device
         self.place = ""
         self.random: list[str] = []
-        self._valueless = valueless
         self._written: dict[int, torch.Tensor] = {}
         self._before: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         self._made: dict[int, StorageWeakRef] = {}
@@ -106,9 +99,9 @@ class Watch(TorchDispatchMode):
         if key in self._written:
             return
         self._written[key] = tensor
-        if not self._valueless:
-            with WithoutFunctionModes(), without_modes():
-                storage = tensor.untyped_storage()
+        with WithoutFunctionModes(), without_modes():
+            storage = tensor.untyped_storage()
+            if storage.device.type != "meta":
                 self._before.append((storage, storage.clone()))
 
     def _note_made(self, result: Any, arguments: Any) -> None:

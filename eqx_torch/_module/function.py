@@ -32,7 +32,7 @@ from .._program import (
     VmapMethod,
 )
 from .._scripts import scripts_near
-from .._trees import flatten_result, Structure
+from .._trees import flatten, flatten_result, Structure
 from .._watch import Draws, storage_key, Watch
 from .blueprint import Blueprint, Skeleton
 from .layers import projection
@@ -208,7 +208,7 @@ class ModuleFunction(TorchFunction):
         def run(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             parameters, state, _, inference, *rest = args
             skeleton.set_mode(inference)
-            skeleton.place_constants(watch.device)
+            skeleton.place_constants(_device(args, kwargs))
             _LayerNames(skeleton.module, watch)
             look = _Look(skeleton, parameters)
             modes.enter_context(_unoptimised(skeleton.module))
@@ -361,6 +361,12 @@ class _Look:
 def _memory(tensor: torch.Tensor) -> tuple[Any, int]:
     """Where a tensor's contents are, and how often they were written to."""
     return storage_key(tensor), tensor._version
+
+
+def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    """The device of the first tensor."""
+    tensors = (x for x in flatten((args, kwargs))[0] if isinstance(x, torch.Tensor))
+    return next((x.device for x in tensors), _CPU)
 
 
 def _sizes(leaves: Sequence[Any]) -> set[int]:

@@ -51,6 +51,11 @@ class Site:
         return Site(structure, statics, restored, self.ambient)
 
     @functools.cached_property
+    def unordered(self) -> "Site":
+        """Equal for calls that differ in the order of dictionaries only."""
+        return dataclasses.replace(self, structure=self.structure.unordered)
+
+    @functools.cached_property
     def paths(self) -> list[str]:
         """Where each array stands in the call."""
         pairs = zip(leaf_paths(self.structure), self.statics, strict=True)
