@@ -86,7 +86,7 @@ def test_each_dtype(name, x64):
 
 def test_without_it_nothing_is_copied_or_poisoned(monkeypatch):
     monkeypatch.setenv("EQX_TORCH_DEBUG", "0")
-    addresses = []
+    addresses, looking = [], []
 
     def f(x):
         if looking:  # to ask for the address in the first run is to give the memory away
@@ -95,8 +95,9 @@ def test_without_it_nothing_is_copied_or_poisoned(monkeypatch):
 
     x = jnp.arange(4.0)
     f = jax.jit(torch2jax(f, output_shapes=x))
-    for looking in (False, True):  # the first run is on copies, to see what is written
+    for _ in range(2):  # the first run is on copies, to see what is written
         jax.block_until_ready(f(x))
+        looking.append(True)
     assert addresses[-1] == x.unsafe_buffer_pointer()
 
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 import torch
 
-from eqx_torch import from_torch, load_state_dict, state_dict, t2j, to_torch
+from eqx_torch import from_torch, load_state_dict, state_dict, t2j, to_torch, torch2jax
 
 from .helpers import assert_trees_equal
 from .potentials import loaded, Potential
@@ -186,3 +186,33 @@ def test_frozen_potentials_have_forces(make):
     model = from_torch(frozen)
     got = jax.jit(jax.grad(lambda x: model(x, t2j(species))))(t2j(positions.detach()))
     assert_trees_equal(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+class Exponential(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(-x).sum()
+
+
+class OfNumbers(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tensor([1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize("wrap", [from_torch, lambda m: torch2jax(lambda x: m(x))])
+def test_second_derivatives_of_scripted_modules(wrap):
+    """Those of `torch.func` are wrong, and so are its batches of first ones at the first call."""
+    x = jnp.array([1.0, 2.0, 3.0])
+    f = wrap(torch.jit.script(Exponential()))
+    forces = jax.grad(lambda xs: (jax.vmap(jax.grad(f))(xs) ** 2).sum())(jnp.stack([x, 2 * x]))
+    assert_trees_equal(forces, -2 * jnp.exp(-2 * jnp.stack([x, 2 * x])), rtol=1e-5)
+    assert_trees_equal(jax.hessian(f)(x), jnp.diag(jnp.exp(-x)), rtol=1e-5, atol=1e-6)
+
+
+def test_scripts_that_make_tensors_of_numbers():
+    module = torch.jit.script(OfNumbers())
+    x = jnp.ones(3)
+    assert_trees_equal(from_torch(module, x)(x), jnp.arange(1.0, 4.0))
+    assert_trees_equal(torch2jax(module)(x), jnp.arange(1.0, 4.0))
+    with pytest.warns(UserWarning, match="inferred by running it on zeros"):
+        traced = jax.jit(torch2jax(lambda x: module(x)))(x)
+    assert_trees_equal(traced, jnp.arange(1.0, 4.0))

@@ -164,3 +164,21 @@ def test_checks_of_distributions_are_made_at_run_time():
     f = jax.jit(torch2jax(lambda x: Normal(x, x).log_prob(x)))
     with pytest.raises(Exception, match="to satisfy the constraint"):
         jax.block_until_ready(f(-POSITIVE))
+
+
+def _raising(x):
+    raise ValueError("no result")
+
+
+@pytest.mark.parametrize("f", [lambda x: x[x > 2], _raising])
+def test_results_that_are_declared_to_be_empty_are_checked(f):
+    """XLA sees no need for a call that gives no elements."""
+    declared = torch2jax(f, output_shapes=jax.ShapeDtypeStruct((0,), "float32"))
+    with pytest.raises(Exception, match="another shape than was declared|no result"):
+        jax.block_until_ready(jax.jit(declared)(X))
+
+
+def test_results_that_are_empty():
+    declared = torch2jax(lambda x: x[x > 9], output_shapes=jax.ShapeDtypeStruct((0,), "float32"))
+    assert_trees_equal(jax.jit(declared)(X), jnp.zeros(0))
+    assert_trees_equal(torch2jax(lambda x: x[x > 9])(X), jnp.zeros(0))
