@@ -432,3 +432,38 @@ def test_hooks_go_on_to_write_to_what_is_the_user_s():
         seen.clear()
         model(jnp.ones((2, 3)))
         assert len(seen) >= 2
+
+
+# Hooks on tensors.
+
+
+@pytest.mark.parametrize(
+    ("register", "tensor"),
+    [
+        (lambda m, h: m.encoder.weight.register_hook(h), "encoder.weight"),
+        (
+            lambda m, h: m.decoder.bias.register_post_accumulate_grad_hook(lambda p: None),
+            "decoder.bias",
+        ),
+        (lambda m, h: m.total.requires_grad_().register_hook(h), "total"),
+    ],
+    ids=["weight", "accumulated", "buffer"],
+)
+def test_hooks_on_tensors_are_refused(register, tensor):
+    module = TwoLayers()
+    handle = register(module, lambda g: 2 * g)
+    with pytest.raises(ModuleError, match=f"hook on the gradient of its tensor {tensor}.*eqx.tree"):
+        from_torch(module)
+    handle.remove()
+    from_torch(module)
+
+
+def test_gradients_are_masked_as_the_message_about_hooks_says():
+    module, mask = TwoLayers(), torch.tensor([1.0, 0.0, 1.0])
+    model, x = from_torch(module), torch.randn(2, 3)
+    grads = eqx.filter_grad(lambda m: (m(t2j(x)) ** 2).sum())(model)
+    masked = lambda g: g * t2j(mask)  # noqa: E731
+    grads = eqx.tree_at(lambda g: g.params["encoder.weight"], grads, replace_fn=masked)
+    module.encoder.weight.register_hook(lambda g: g * mask)
+    (module(x) ** 2).sum().backward()
+    assert_trees_equal(grads.params["encoder.weight"], module.encoder.weight.grad, rtol=1e-4)

@@ -1,6 +1,7 @@
 """What a forward leaves on its module: nothing that a later call would see, and not in silence."""
 
 import functools
+import random
 import weakref
 
 import equinox as eqx
@@ -362,3 +363,54 @@ def test_a_projection_in_the_loop_trains_as_in_torch():
         params = {k: jnp.clip(model.params[k], 0) + u for k, u in updates.items()}
         model = eqx.tree_at(lambda m: m.params, model, params)
     assert_trees_equal(model.params["weight"], module.weight.detach(), rtol=1e-5)
+
+
+# Random generators.
+
+
+class Drawing(torch.nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.kept = {"rng": make()}
+
+    def draw(self, x):
+        rng = self.kept["rng"]
+        if isinstance(rng, torch.Generator):
+            return torch.rand(x.shape, generator=rng)
+        if isinstance(rng, np.random.PCG64):
+            rng = np.random.Generator(rng)
+        return torch.full_like(x, rng.random())
+
+    def forward(self, x):
+        return x * self.draw(x)
+
+
+GENERATORS = {
+    "torch": lambda: torch.Generator().manual_seed(3),
+    "python": lambda: random.Random(3),
+    "numpy": lambda: np.random.default_rng(3),
+    "numpy's bits": lambda: np.random.PCG64(3),
+    "numpy's old one": lambda: np.random.RandomState(3),
+}
+
+
+@pytest.mark.parametrize("make", GENERATORS.values(), ids=GENERATORS)
+def test_generators_of_a_module_draw_the_same_in_every_call(make):
+    x, expected = jnp.ones(4), Drawing(make)(torch.ones(4))
+    model = from_torch(Drawing(make))
+    with pytest.warns(UserWarning, match=r"draws from its random generator kept\['rng'\].*`key=`"):
+        assert_trees_equal(model(x), expected)
+    for _ in range(3):
+        assert_trees_equal(model(x), expected)
+        assert_trees_equal(eqx.filter_jit(model)(x), expected)
+        slope = jax.grad(jax.checkpoint(lambda x: model(x).sum()))(x)
+        assert_trees_equal(slope, expected)
+    with jax.set_mesh(jax.make_mesh((4,), ("x",))):
+        sharded, xs = from_torch(Drawing(make), out_specs=P("x")), jax.device_put(x, P("x"))
+        with pytest.warns(UserWarning, match="draws from its random generator"):
+            first = sharded(xs)
+        assert_trees_equal(first, jnp.full(4, expected[0].item()))
+        for _ in range(3):
+            assert_trees_equal(jax.jit(lambda x: sharded(x))(xs), first)

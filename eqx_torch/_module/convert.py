@@ -210,7 +210,12 @@ def _state_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     return canonical_dtype(dtype) if is_inexact(dtype) else dtype_t2j(dtype)
 
 
-def _check_method(module: torch.nn.Module, method: str) -> None:
+def _check_method(module: torch.nn.Module, method: Any) -> None:
+    if not isinstance(method, str):
+        name = getattr(method, "__name__", "forward")
+        raise InputError(
+            f'`method=` takes the name of a method, but got {method!r}: write `method="{name}"`.'
+        )
     if not callable(getattr(module, method, None)):
         raise InputError(f"`{type(module).__name__}` has no method `{method}` to convert.")
 
