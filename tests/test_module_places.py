@@ -373,6 +373,132 @@ def test_methods_that_read_parameters_by_a_variable_are_named():
         from_torch(Local())
 
 
+class Sharing(torch.nn.Module):
+    def __init__(self, w=None):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(3)) if w is None else w
+
+
+class OnTheClass(Sharing):
+    def __init__(self):
+        super().__init__()
+        OnTheClass.shared = self.w
+
+    def forward(self, x):
+        return x * self.shared
+
+
+class Registry:
+    items: dict = {}  # noqa: RUF012
+    unread: list = []  # noqa: RUF012
+
+    @classmethod
+    def get(cls, name):
+        return cls.items[name]
+
+
+class InARegistry(Sharing):
+    def __init__(self):
+        super().__init__()
+        Registry.items["w"] = self.w
+
+    def forward(self, x):
+        return x * Registry.items["w"]
+
+
+class ByAClassMethod(Sharing):
+    def __init__(self):
+        super().__init__()
+        Registry.items["w"] = self.w
+
+    def forward(self, x):
+        return x * Registry.get("w")
+
+
+class OfALocalClass(Sharing):
+    def __init__(self):
+        super().__init__()
+
+        class Scale:
+            def go(_, x):
+                return x * self.w
+
+        self.scale = [Scale()]
+
+    def forward(self, x):
+        return self.scale[0].go(x)
+
+
+def _scaling(w):
+    class Scaling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * w
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * w
+
+    return Scaling
+
+
+class ByAFunctionClass(Sharing):
+    def __init__(self, keep=lambda f: f):
+        super().__init__()
+        self.scaling = keep(_scaling(self.w))
+
+    def forward(self, x):
+        return self.scaling.apply(x)
+
+
+class InAVariable(ByAFunctionClass):
+    def __init__(self):
+        super().__init__(lambda f: lambda x: f.apply(x))
+
+
+class ByItsApply(ByAFunctionClass):
+    def __init__(self):
+        super().__init__(lambda f: {"apply": f.apply})
+
+
+CLASSES = [
+    OnTheClass,
+    InARegistry,
+    ByAClassMethod,
+    OfALocalClass,
+    ByAFunctionClass,
+    InAVariable,
+    ByItsApply,
+]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_parameters_that_are_reached_through_a_class_are_named(kind):
+    module = kind()
+    with pytest.raises(ModuleError, match=r"cannot be converted.*parameter w.*original's. Make it"):
+        from_torch(module)
+
+
+class Listed(Sharing):
+    """In a list of its class that no call reads, and with a method that reads another object."""
+
+    every: list = []  # noqa: RUF012
+    scale = 2.0
+
+    def __init__(self):
+        super().__init__()
+        Listed.every.append(self)
+        Registry.unread.append(self.w)
+
+    def forward(self, x):
+        return x * self.w * self.scale * len(Registry.__name__) / 8
+
+
+def test_classes_of_which_calls_read_no_parameter_are_left_alone():
+    Registry.items.clear()
+    assert_follows(Listed, X[:3])
+
+
 def _counts(m, a, y):
     _HOLDER.calls += _NETWORK.training
 

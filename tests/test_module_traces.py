@@ -12,6 +12,7 @@ import optax
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
+from torch.nn.utils import prune
 
 from eqx_torch import from_torch
 
@@ -122,6 +123,112 @@ def test_caches_follow_the_parameters(kind, jit):
             got, grads = loss(scaled, X)
             assert_trees_equal(got, value.detach(), rtol=1e-5)
             assert_trees_equal(grads.params["w"], module.w.grad, rtol=1e-4, atol=1e-5)
+
+
+class AskedFor(Inverse):
+    kept = None
+
+    def forward(self, x):
+        if self.kept is None:
+            self.fill()
+        return x @ self.kept
+
+    def fill(self):
+        with torch.no_grad():
+            self.kept = self.inverse()
+
+
+class Renewed(Inverse):
+    def forward(self, x):
+        self.renew(self.training)
+        return x @ self.kept
+
+    def renew(self, training):
+        if training:
+            self.kept = self.inverse()
+
+
+class Running(Inverse):
+    def __init__(self):
+        super().__init__()
+        self.kept = torch.zeros(3)
+
+    def forward(self, x):
+        self.kept = 0.5 * self.kept + (x @ self.inverse()).mean(0)
+        return x * self.kept
+
+
+STALE = [*CACHES[:4], InACachedProperty, InAChild, AskedFor, Renewed, Running]
+
+
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "no graph"])
+@pytest.mark.parametrize("kind", STALE)
+def test_what_an_earlier_call_has_cached_is_named(kind, graph):
+    module = kind()
+    with torch.set_grad_enabled(graph):
+        module(torch.from_numpy(X))
+    if not graph and kind in (InADict, InAList, InAVariable):
+        pytest.skip("such a tensor looks like any other")
+    with pytest.warns(UserWarning, match="computed before the conversion.*convert a new") as warned:
+        from_torch(module)
+    assert len(warned) == 1
+    assert "kept" in str(warned[0].message) or kind is InAVariable
+
+
+class SetAnew(Inverse):
+    """What it holds was set by an earlier call, but every call sets it before it reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.full((3,), 2.0)
+
+    def set_scale(self, scale):
+        if scale is not None:
+            self.scale = scale
+
+    def forward(self, x):
+        self.kept = self.inverse() if self.training else self.inverse().detach()
+        if self.training:
+            self.last = x @ self.kept
+        else:
+            self.last = x
+        return self.read() * self.scale
+
+    def read(self):
+        return self.last
+
+
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "no graph"])
+def test_what_every_call_sets_first_is_no_cache(graph):
+    module, x = SetAnew(), torch.from_numpy(X)
+    with torch.set_grad_enabled(graph):
+        y = module(x)
+    model = from_torch(module)
+    assert_trees_equal(model(X), y.detach(), rtol=1e-5)
+    grads = eqx.filter_grad(lambda m: m(X).sum())(model)
+    module(x).sum().backward()
+    assert_trees_equal(grads.params["w"], module.w.grad, rtol=1e-4)
+
+
+def _pruned():
+    return prune.random_unstructured(torch.nn.Linear(3, 3), "weight", 0.5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 3)),
+        lambda: torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(3, 3)),
+        _pruned,
+        lambda: torch.nn.MultiheadAttention(3, 1),
+        lambda: torch.nn.LSTM(3, 3),
+    ],
+    ids=["weight_norm", "spectral_norm", "pruned", "attention", "lstm"],
+)
+def test_nothing_that_torch_s_layers_keep_is_a_cache(make):
+    layer, x = make(), torch.from_numpy(X)
+    layer(x, x, x) if isinstance(layer, torch.nn.MultiheadAttention) else layer(x)
+    from_torch(layer)
 
 
 class Mask(torch.nn.Module):

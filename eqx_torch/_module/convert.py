@@ -25,6 +25,7 @@ from .core import Core, Options, signature_of
 from .function import ModuleFunction
 from .layers import changing_buffers, check_convertible, check_shards, is_training
 from .module import TorchModule
+from .stale import warn_of_stale
 from .variables import check_variables
 
 
@@ -96,6 +97,7 @@ def from_torch(
     if out_specs is not None:
         check_shards(module)
     _check_method(module, method)
+    warn_of_stale(module, method)
     name = type(module).__name__
     annotated = signature_of(module, options)
     example_args, example_kw = widened(annotated, example_args, example_kw)

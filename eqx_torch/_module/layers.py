@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 import torch
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -55,7 +56,8 @@ def set_training(module: torch.nn.Module, flags: Sequence[bool]) -> None:
 def computed_by_hooks(layer: torch.nn.Module) -> list[str]:
     """The attributes of a layer that torch's hooks compute from parameters before each call."""
     hooks = layer._forward_pre_hooks.values()
-    return [h.name for h in hooks if isinstance(h, SpectralNorm | WeightNorm)]
+    names = [h.name for h in hooks if isinstance(h, SpectralNorm | WeightNorm)]
+    return names + [h._tensor_name for h in hooks if isinstance(h, BasePruningMethod)]
 
 
 def projection(layer: torch.nn.Module | None) -> str:

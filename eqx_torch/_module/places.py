@@ -24,7 +24,7 @@ _ATOMS = (
     *(str, int, float, complex, bytes, type, type(None), range, slice, type(Ellipsis)),
     *(torch.dtype, torch.device, torch.Size, torch.layout, types.ModuleType, types.CodeType),
 )
-_PLAIN = frozenset([str, int, float, bool, type(None), type])
+_PLAIN = frozenset([str, int, float, bool, type(None)])
 _BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 # Made anew where they stand, and so looked into at every place where they do.
 _REMADE = (tuple, frozenset, weakref.ref, *_BOUND)
@@ -118,13 +118,16 @@ class _Remade:
         self._put(self._parts)
 
 
-def walk(root: Any, opens: Callable[[Any], bool] = lambda _: True) -> Iterator[Place]:
+def walk(
+    root: Any, opens: Callable[[Any], bool] = lambda _: True, classes: bool = False
+) -> Iterator[Place]:
     """Every place in the graph of an object.
 
     Args:
         root: the object.
         opens: whether what is in a function, a variable of one, or an object of the user's
             belongs to the graph.
+        classes: whether the places of classes are among them. What classes hold is not.
     """
     seen: dict[int, Any] = {}
     pending = [Place(root)]
@@ -132,6 +135,8 @@ def walk(root: Any, opens: Callable[[Any], bool] = lambda _: True) -> Iterator[P
         place = pending.pop()
         value = place.value
         if is_atom(value):
+            if classes and isinstance(value, type):
+                yield place
             continue
         yield place
         if isinstance(value, torch.Tensor) or type(value) in weakref.ProxyTypes:
