@@ -420,7 +420,7 @@ class OfALocalClass(Sharing):
         super().__init__()
 
         class Scale:
-            def go(_, x):
+            def go(_, x):  # noqa: N805
                 return x * self.w
 
         self.scale = [Scale()]

@@ -1,9 +1,10 @@
 """Tensors that a module has computed before it is converted, and that would be constants.
 
-What a forward caches is computed in a converted module from the parameters of the very call. What it
-has cached earlier looks like any other tensor that a module holds beside its parameters. Two things
-tell: a graph, or methods that may read the attribute before they set it, as their bytecode shows. An
-attribute that every call sets first, such as the weights of its last attention, is no cache.
+What a forward caches is computed in a converted module from the parameters of the very call. What
+it has cached earlier looks like any other tensor that a module holds beside its parameters. Two
+things tell: a graph, or methods that may read the attribute before they set it, as their bytecode
+shows. An attribute that every call sets first, such as the weights of its last attention, is no
+cache.
 """
 
 import collections

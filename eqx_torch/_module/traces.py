@@ -1,8 +1,9 @@
 """What calls leave behind in a module's Python objects, and how it is taken out again.
 
 A call of a converted module starts from the module as it was converted, so that what a forward
-caches is computed from the parameters of that very call, and a count of calls, or what it draws from
-a random generator of its own, is the same on every device. What a forward sets or adds is therefore put back when the call is done.
+caches is computed from the parameters of that very call, and a count of calls, or what it draws
+from a random generator of its own, is the same on every device. What a forward sets or adds is
+therefore put back when the call is done.
 """
 
 import collections
