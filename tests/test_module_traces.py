@@ -491,15 +491,22 @@ class Drawing(torch.nn.Module):
             return torch.rand(x.shape, generator=rng)
         if isinstance(rng, np.random.PCG64):
             rng = np.random.Generator(rng)
-        return torch.full_like(x, rng.random())
+        return torch.full_like(x, rng() if callable(rng) else rng.random())
 
     def forward(self, x):
         return x * self.draw(x)
 
 
+def _drawing_from(rng):
+    return lambda: rng.uniform(1, 2)
+
+
 GENERATORS = {
     "torch": lambda: torch.Generator().manual_seed(3),
     "python": lambda: random.Random(3),
+    "a method": lambda: random.Random(3).random,
+    "a variable": lambda: _drawing_from(random.Random(3)),
+    "numpy's method": lambda: np.random.default_rng(3).random,
     "numpy": lambda: np.random.default_rng(3),
     "numpy's bits": lambda: np.random.PCG64(3),
     "numpy's old one": lambda: np.random.RandomState(3),
@@ -510,7 +517,7 @@ GENERATORS = {
 def test_generators_of_a_module_draw_the_same_in_every_call(make):
     x, expected = jnp.ones(4), Drawing(make)(torch.ones(4))
     model = from_torch(Drawing(make))
-    with pytest.warns(UserWarning, match=r"draws from its random generator kept\['rng'\].*`key=`"):
+    with pytest.warns(UserWarning, match=r"random generator kept\['rng'\].*`key=`"):
         assert_trees_equal(model(x), expected)
     for _ in range(3):
         assert_trees_equal(model(x), expected)

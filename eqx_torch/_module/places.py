@@ -9,12 +9,14 @@ value there. What cannot be changed (a tuple, a bound method) is made anew where
 import collections
 import functools
 import itertools
+import random
 import re
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from .._reachable import CachedFunction, is_library
@@ -39,6 +41,10 @@ _CLOSED = (
 _PLAIN_CONTAINERS = frozenset([dict, list, tuple, set, frozenset, collections.OrderedDict])
 _ELEMENTS: tuple[Any, ...] = (list, tuple, set, frozenset, collections.deque)
 _OPEN_LIBRARIES = re.compile(r"(torch\.(nn|distributions)|types|collections)(\.|$)")
+_GENERATORS = (
+    *(torch.Generator, random.Random),
+    *(np.random.Generator, np.random.BitGenerator, np.random.RandomState),
+)
 _REGISTERED = re.compile(r"\._(?:parameters|buffers|modules)\['([^']*)'\]")
 # Recurrent layers make these anew with the parameters.
 _RECURRENT = "_flat_weight_refs"
@@ -163,6 +169,11 @@ def attributes_of(item: Any) -> tuple[Any, Iterable[str]]:
 def is_atom(value: Any) -> bool:
     """Whether a value holds nothing that could change."""
     return isinstance(value, _ATOMS)
+
+
+def is_generator(value: Any) -> bool:
+    """Whether random numbers are drawn from it, so that they depend on its state."""
+    return isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom)
 
 
 def elements(container: Any) -> list[Any]:

@@ -20,15 +20,19 @@ import numpy as np
 import torch
 
 from .._reachable import CachedFunction
-from .places import Attributes, attributes_of, elements, is_filled, is_open, Place
+from .places import (
+    Attributes,
+    attributes_of,
+    elements,
+    is_filled,
+    is_generator,
+    is_open,
+    Place,
+)
 from .slots import Copy
 
 
 _NUMBERS = (bool, int, float, complex, str)
-_GENERATORS = (
-    *(torch.Generator, random.Random),
-    *(np.random.Generator, np.random.BitGenerator, np.random.RandomState),
-)
 
 
 class Trace:
@@ -204,7 +208,7 @@ def _held_in(places: Sequence[Place]) -> Iterator[_Held | _Generator]:
         is_variable = isinstance(item, types.CellType) and is_filled(item)
         if is_variable or isinstance(item, dict | list | set | collections.deque):
             yield _Held(place, item, _contents(item))
-        if isinstance(item, _GENERATORS) and not isinstance(item, random.SystemRandom):
+        if is_generator(item):
             yield _Generator(place)
         if is_open(item) and not isinstance(item, tuple):
             container, _ = attributes_of(item)
