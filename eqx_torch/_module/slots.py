@@ -2,9 +2,9 @@
 
 `copy.deepcopy` copies a module, but leaves alone what it takes for values: functions, whatever they
 close over, weak references, methods of tensors. Where these lead back to a tensor or to a layer of
-the module, a copy would read the original's; where to a random generator, all copies would draw from
-one. So functions are copied too, with the variables of theirs that lead there, and what refers to
-something that is copied is made anew for the copy.
+the module, a copy would read the original's; where to a random generator, all copies would draw
+from one. So functions are copied too, with the variables of theirs that lead there, and what refers
+to something that is copied is made anew for the copy.
 
 A slot is a container and a key, so that `container[key] = tensor` puts a tensor there.
 """
