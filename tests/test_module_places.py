@@ -415,6 +415,20 @@ class ByAClassMethod(Sharing):
         return x * Registry.get("w")
 
 
+class Decorated(Sharing):
+    def __init__(self):
+        super().__init__()
+        Registry.items["w"] = self.w
+
+    @torch.no_grad()
+    def scale(self):
+        return Registry.items["w"].sum()
+
+    @torch.autocast("cpu", enabled=False)
+    def forward(self, x):
+        return x * self.scale()
+
+
 class OfALocalClass(Sharing):
     def __init__(self):
         super().__init__()
@@ -465,6 +479,7 @@ CLASSES = [
     OnTheClass,
     InARegistry,
     ByAClassMethod,
+    Decorated,
     OfALocalClass,
     ByAFunctionClass,
     InAVariable,
@@ -483,6 +498,7 @@ class Listed(Sharing):
     """In a list of its class that no call reads, and with a method that reads another object."""
 
     every: list = []  # noqa: RUF012
+    add = functools.wraps(torch.add)(lambda self, x: x + x)
     scale = 2.0
 
     def __init__(self):

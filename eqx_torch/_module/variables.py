@@ -7,6 +7,7 @@ Which values a function takes from its variables is seen in its bytecode.
 """
 
 import dis
+import inspect
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -59,12 +60,19 @@ def check_variables(module: torch.nn.Module) -> None:
 
 
 def methods_of(cls: type) -> Iterator[types.FunctionType]:
-    """The functions that a class has itself, but those that no call runs."""
+    """The functions that a class has itself, also decorated, but those that no call runs."""
     for name, attribute in vars(cls).items():
-        behind = [getattr(attribute, key, None) for key in _BEHIND]
-        function = next((f for f in behind if f is not None), attribute)
-        if name not in _MAKING and isinstance(function, types.FunctionType):
-            yield function
+        if name in _MAKING:
+            continue
+        if not isinstance(attribute, types.FunctionType):
+            behind = [getattr(attribute, key, None) for key in _BEHIND]
+            attribute = next((f for f in behind if f is not None), None)
+        if isinstance(attribute, types.FunctionType):
+            # Decorators may be of a package, and what they decorate the user's.
+            inner = inspect.unwrap(attribute)
+            yield attribute
+            if inner is not attribute and isinstance(inner, types.FunctionType):
+                yield inner
 
 
 def is_installed(function: types.FunctionType) -> bool:
