@@ -494,10 +494,16 @@ def test_parameters_that_are_reached_through_a_class_are_named(kind):
         from_torch(module)
 
 
+class Options(dict):
+    def __getattr__(self, name):
+        return self[name]
+
+
 class Listed(Sharing):
     """In a list of its class that no call reads, and with a method that reads another object."""
 
     every: list = []  # noqa: RUF012
+    options = Options(a=1)
     add = functools.wraps(torch.add)(lambda self, x: x + x)
     scale = 2.0
 

@@ -7,6 +7,7 @@ Which values a function takes from its variables is seen in its bytecode.
 """
 
 import dis
+import functools
 import inspect
 import types
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from .._errors import ModuleError
-from .._reachable import is_library, names_in
+from .._reachable import CachedFunction, is_library, names_in
 from .places import is_filled, is_open, walk
 
 
@@ -24,7 +25,13 @@ _ATTRIBUTES = frozenset(["LOAD_ATTR", "LOAD_METHOD"])
 _CONSTANTS = frozenset(["LOAD_CONST", "LOAD_SMALL_INT"])
 _UNSEEN = frozenset(["CACHE", "EXTENDED_ARG", "PUSH_NULL", "RESUME", "PRECALL", "NOP"])
 _MISSING = object()
-_BEHIND = ("__func__", "fget", "func", "__wrapped__")
+_BEHIND: dict[type, str] = {
+    staticmethod: "__func__",
+    classmethod: "__func__",
+    property: "fget",
+    functools.cached_property: "func",
+    CachedFunction: "__wrapped__",
+}
 # Methods that no call runs.
 _MAKING = frozenset(["__init__", "__new__", "__deepcopy__", "__getstate__", "__setstate__"])
 
@@ -65,8 +72,8 @@ def methods_of(cls: type) -> Iterator[types.FunctionType]:
         if name in _MAKING:
             continue
         if not isinstance(attribute, types.FunctionType):
-            behind = [getattr(attribute, key, None) for key in _BEHIND]
-            attribute = next((f for f in behind if f is not None), None)
+            keys = (key for kind, key in _BEHIND.items() if isinstance(attribute, kind))
+            attribute = next((getattr(attribute, key) for key in keys), None)
         if isinstance(attribute, types.FunctionType):
             # Decorators may be of a package, and what they decorate the user's.
             inner = inspect.unwrap(attribute)
