@@ -346,3 +346,32 @@ def test_torch_code_of_other_threads_is_left_alone(graph):
     thread.join()
     assert wrong
     assert_trees_equal(results[0], x[index], exact=True)
+
+
+class Gathering(torch.nn.Module):
+    """Has an index of 32 bits."""
+
+    def __init__(self, index, kind):
+        super().__init__()
+        if kind == "attribute":
+            self.index = index
+        else:
+            self.register_buffer("index", index)
+
+    def forward(self, x):
+        return gathering(x, self.index)
+
+
+@pytest.mark.parametrize("kind", ["constant", "state", "attribute", "variable"])
+def test_indices_of_32_bits_that_a_function_holds(kind, graph):
+    nodes, _, index = graph
+    held = torch.from_numpy(np.array(index))
+    if kind == "variable":
+        got = torch2jax(lambda x: gathering(x, held))(nodes)
+    elif kind == "state":
+        make = eqx.nn.make_with_state(from_torch)
+        model, state = make(Gathering(held, kind), state=["index"])
+        got, _ = model(nodes, state=state)
+    else:
+        got = from_torch(Gathering(held, kind))(nodes)
+    assert_trees_equal(got, nodes[index])

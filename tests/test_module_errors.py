@@ -266,3 +266,9 @@ def test_the_state_of_a_model_is_not_chosen_twice(state):
     message = "^`state=` names the buffers .*, but `Net` is converted already, .* Leave it out.$"
     with pytest.raises(InputError, match=message):
         from_torch(model, state=own if state is None else state)
+
+
+@pytest.mark.parametrize("of", [torch.nn.Linear, torch.nn.Linear(2, 2)], ids=["function", "bound"])
+def test_a_method_is_passed_by_name(of):
+    with pytest.raises(InputError, match='takes the name of a method.*write `method="forward"`'):
+        from_torch(torch.nn.Linear(2, 2), method=of.forward)

@@ -373,6 +373,154 @@ def test_methods_that_read_parameters_by_a_variable_are_named():
         from_torch(Local())
 
 
+class Sharing(torch.nn.Module):
+    def __init__(self, w=None):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(3)) if w is None else w
+
+
+class OnTheClass(Sharing):
+    def __init__(self):
+        super().__init__()
+        OnTheClass.shared = self.w
+
+    def forward(self, x):
+        return x * self.shared
+
+
+class Registry:
+    items: dict = {}  # noqa: RUF012
+    unread: list = []  # noqa: RUF012
+
+    @classmethod
+    def get(cls, name):
+        return cls.items[name]
+
+
+class InARegistry(Sharing):
+    def __init__(self):
+        super().__init__()
+        Registry.items["w"] = self.w
+
+    def forward(self, x):
+        return x * Registry.items["w"]
+
+
+class ByAClassMethod(Sharing):
+    def __init__(self):
+        super().__init__()
+        Registry.items["w"] = self.w
+
+    def forward(self, x):
+        return x * Registry.get("w")
+
+
+class Decorated(Sharing):
+    def __init__(self):
+        super().__init__()
+        Registry.items["w"] = self.w
+
+    @torch.no_grad()
+    def scale(self):
+        return Registry.items["w"].sum()
+
+    @torch.autocast("cpu", enabled=False)
+    def forward(self, x):
+        return x * self.scale()
+
+
+class OfALocalClass(Sharing):
+    def __init__(self):
+        super().__init__()
+
+        class Scale:
+            def go(_, x):  # noqa: N805
+                return x * self.w
+
+        self.scale = [Scale()]
+
+    def forward(self, x):
+        return self.scale[0].go(x)
+
+
+def _scaling(w):
+    class Scaling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * w
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * w
+
+    return Scaling
+
+
+class ByAFunctionClass(Sharing):
+    def __init__(self, keep=lambda f: f):
+        super().__init__()
+        self.scaling = keep(_scaling(self.w))
+
+    def forward(self, x):
+        return self.scaling.apply(x)
+
+
+class InAVariable(ByAFunctionClass):
+    def __init__(self):
+        super().__init__(lambda f: lambda x: f.apply(x))
+
+
+class ByItsApply(ByAFunctionClass):
+    def __init__(self):
+        super().__init__(lambda f: {"apply": f.apply})
+
+
+CLASSES = [
+    OnTheClass,
+    InARegistry,
+    ByAClassMethod,
+    Decorated,
+    OfALocalClass,
+    ByAFunctionClass,
+    InAVariable,
+    ByItsApply,
+]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_parameters_that_are_reached_through_a_class_are_named(kind):
+    module = kind()
+    with pytest.raises(ModuleError, match=r"cannot be converted.*parameter w.*original's. Make it"):
+        from_torch(module)
+
+
+class Options(dict):
+    def __getattr__(self, name):
+        return self[name]
+
+
+class Listed(Sharing):
+    """In a list of its class that no call reads, and with a method that reads another object."""
+
+    every: list = []  # noqa: RUF012
+    options = Options(a=1)
+    add = functools.wraps(torch.add)(lambda self, x: x + x)
+    scale = 2.0
+
+    def __init__(self):
+        super().__init__()
+        Listed.every.append(self)
+        Registry.unread.append(self.w)
+
+    def forward(self, x):
+        return x * self.w * self.scale * len(Registry.__name__) / 8
+
+
+def test_classes_of_which_calls_read_no_parameter_are_left_alone():
+    Registry.items.clear()
+    assert_follows(Listed, X[:3])
+
+
 def _counts(m, a, y):
     _HOLDER.calls += _NETWORK.training
 
@@ -432,3 +580,38 @@ def test_hooks_go_on_to_write_to_what_is_the_user_s():
         seen.clear()
         model(jnp.ones((2, 3)))
         assert len(seen) >= 2
+
+
+# Hooks on tensors.
+
+
+@pytest.mark.parametrize(
+    ("register", "tensor"),
+    [
+        (lambda m, h: m.encoder.weight.register_hook(h), "encoder.weight"),
+        (
+            lambda m, h: m.decoder.bias.register_post_accumulate_grad_hook(lambda p: None),
+            "decoder.bias",
+        ),
+        (lambda m, h: m.total.requires_grad_().register_hook(h), "total"),
+    ],
+    ids=["weight", "accumulated", "buffer"],
+)
+def test_hooks_on_tensors_are_refused(register, tensor):
+    module = TwoLayers()
+    handle = register(module, lambda g: 2 * g)
+    with pytest.raises(ModuleError, match=f"hook on the gradient of its tensor {tensor}.*eqx.tree"):
+        from_torch(module)
+    handle.remove()
+    from_torch(module)
+
+
+def test_gradients_are_masked_as_the_message_about_hooks_says():
+    module, mask = TwoLayers(), torch.tensor([1.0, 0.0, 1.0])
+    model, x = from_torch(module), torch.randn(2, 3)
+    grads = eqx.filter_grad(lambda m: (m(t2j(x)) ** 2).sum())(model)
+    masked = lambda g: g * t2j(mask)  # noqa: E731
+    grads = eqx.tree_at(lambda g: g.params["encoder.weight"], grads, replace_fn=masked)
+    module.encoder.weight.register_hook(lambda g: g * mask)
+    (module(x) ** 2).sum().backward()
+    assert_trees_equal(grads.params["encoder.weight"], module.encoder.weight.grad, rtol=1e-4)

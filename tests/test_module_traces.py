@@ -1,6 +1,7 @@
 """What a forward leaves on its module: nothing that a later call would see, and not in silence."""
 
 import functools
+import random
 import weakref
 
 import equinox as eqx
@@ -11,6 +12,7 @@ import optax
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
+from torch.nn.utils import prune
 
 from eqx_torch import from_torch
 
@@ -121,6 +123,115 @@ def test_caches_follow_the_parameters(kind, jit):
             got, grads = loss(scaled, X)
             assert_trees_equal(got, value.detach(), rtol=1e-5)
             assert_trees_equal(grads.params["w"], module.w.grad, rtol=1e-4, atol=1e-5)
+
+
+class AskedFor(Inverse):
+    kept = None
+
+    def forward(self, x):
+        if self.kept is None:
+            self.fill()
+        return x @ self.kept
+
+    def fill(self):
+        with torch.no_grad():
+            self.kept = self.inverse()
+
+
+class Renewed(Inverse):
+    def forward(self, x):
+        self.renew(self.training)
+        return x @ self.kept
+
+    def renew(self, training):
+        if training:
+            self.kept = self.inverse()
+
+
+class Running(Inverse):
+    def __init__(self):
+        super().__init__()
+        self.kept = torch.zeros(3)
+
+    def forward(self, x):
+        self.kept = 0.5 * self.kept + (x @ self.inverse()).mean(0)
+        return x * self.kept
+
+
+STALE = [*CACHES[:4], InACachedProperty, InAChild, AskedFor, Renewed, Running]
+
+
+IN_CONTAINERS = [InADict, InAList, InAVariable]
+
+
+@pytest.mark.parametrize(
+    ("kind", "graph"),
+    [(k, True) for k in STALE] + [(k, False) for k in STALE if k not in IN_CONTAINERS],
+)
+def test_what_an_earlier_call_has_cached_is_named(kind, graph):
+    module = kind()
+    with torch.set_grad_enabled(graph):
+        module(torch.from_numpy(X))
+    with pytest.warns(UserWarning, match="computed before the conversion.*convert a new") as warned:
+        from_torch(module)
+    assert len(warned) == 1
+    assert "kept" in str(warned[0].message) or kind is InAVariable
+
+
+class SetAnew(Inverse):
+    """What it holds was set by an earlier call, but every call sets it before it reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.full((3,), 2.0)
+
+    def set_scale(self, scale):
+        if scale is not None:
+            self.scale = scale
+
+    def forward(self, x):
+        self.kept = self.inverse() if self.training else self.inverse().detach()
+        if self.training:
+            self.last = x @ self.kept
+        else:
+            self.last = x
+        return self.read() * self.scale
+
+    def read(self):
+        return self.last
+
+
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "no graph"])
+def test_what_every_call_sets_first_is_no_cache(graph):
+    module, x = SetAnew(), torch.from_numpy(X)
+    with torch.set_grad_enabled(graph):
+        y = module(x)
+    model = from_torch(module)
+    assert_trees_equal(model(X), y.detach(), rtol=1e-5)
+    grads = eqx.filter_grad(lambda m: m(X).sum())(model)
+    module(x).sum().backward()
+    assert_trees_equal(grads.params["w"], module.w.grad, rtol=1e-4)
+
+
+def _pruned():
+    return prune.random_unstructured(torch.nn.Linear(3, 3), "weight", 0.5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 3)),
+        lambda: torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(3, 3)),
+        _pruned,
+        lambda: torch.nn.MultiheadAttention(3, 1),
+        lambda: torch.nn.LSTM(3, 3),
+    ],
+    ids=["weight_norm", "spectral_norm", "pruned", "attention", "lstm"],
+)
+def test_nothing_that_torch_s_layers_keep_is_a_cache(make):
+    layer, x = make(), torch.from_numpy(X)
+    layer(x, x, x) if isinstance(layer, torch.nn.MultiheadAttention) else layer(x)
+    from_torch(layer)
 
 
 class Mask(torch.nn.Module):
@@ -362,3 +473,61 @@ def test_a_projection_in_the_loop_trains_as_in_torch():
         params = {k: jnp.clip(model.params[k], 0) + u for k, u in updates.items()}
         model = eqx.tree_at(lambda m: m.params, model, params)
     assert_trees_equal(model.params["weight"], module.weight.detach(), rtol=1e-5)
+
+
+# Random generators.
+
+
+class Drawing(torch.nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.kept = {"rng": make()}
+
+    def draw(self, x):
+        rng = self.kept["rng"]
+        if isinstance(rng, torch.Generator):
+            return torch.rand(x.shape, generator=rng)
+        if isinstance(rng, np.random.PCG64):
+            rng = np.random.Generator(rng)
+        return torch.full_like(x, rng() if callable(rng) else rng.random())
+
+    def forward(self, x):
+        return x * self.draw(x)
+
+
+def _drawing_from(rng):
+    return lambda: rng.uniform(1, 2)
+
+
+GENERATORS = {
+    "torch": lambda: torch.Generator().manual_seed(3),
+    "python": lambda: random.Random(3),
+    "a method": lambda: random.Random(3).random,
+    "a variable": lambda: _drawing_from(random.Random(3)),
+    "numpy's method": lambda: np.random.default_rng(3).random,
+    "numpy": lambda: np.random.default_rng(3),
+    "numpy's bits": lambda: np.random.PCG64(3),
+    "numpy's old one": lambda: np.random.RandomState(3),
+}
+
+
+@pytest.mark.parametrize("make", GENERATORS.values(), ids=GENERATORS)
+def test_generators_of_a_module_draw_the_same_in_every_call(make):
+    x, expected = jnp.ones(4), Drawing(make)(torch.ones(4))
+    model = from_torch(Drawing(make))
+    with pytest.warns(UserWarning, match=r"random generator kept\['rng'\].*`key=`"):
+        assert_trees_equal(model(x), expected)
+    for _ in range(3):
+        assert_trees_equal(model(x), expected)
+        assert_trees_equal(eqx.filter_jit(model)(x), expected)
+        slope = jax.grad(jax.checkpoint(lambda x: model(x).sum()))(x)
+        assert_trees_equal(slope, expected)
+    with jax.set_mesh(jax.make_mesh((4,), ("x",))):
+        sharded, xs = from_torch(Drawing(make), out_specs=P("x")), jax.device_put(x, P("x"))
+        with pytest.warns(UserWarning, match="draws from its random generator"):
+            first = sharded(xs)
+        assert_trees_equal(first, jnp.full(4, expected[0].item()))
+        for _ in range(3):
+            assert_trees_equal(jax.jit(lambda x: sharded(x))(xs), first)

@@ -25,6 +25,7 @@ from .core import Core, Options, signature_of
 from .function import ModuleFunction
 from .layers import changing_buffers, check_convertible, check_shards, is_training
 from .module import TorchModule
+from .stale import warn_of_stale
 from .variables import check_variables
 
 
@@ -96,6 +97,7 @@ def from_torch(
     if out_specs is not None:
         check_shards(module)
     _check_method(module, method)
+    warn_of_stale(module, method)
     name = type(module).__name__
     annotated = signature_of(module, options)
     example_args, example_kw = widened(annotated, example_args, example_kw)
@@ -210,7 +212,12 @@ def _state_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     return canonical_dtype(dtype) if is_inexact(dtype) else dtype_t2j(dtype)
 
 
-def _check_method(module: torch.nn.Module, method: str) -> None:
+def _check_method(module: torch.nn.Module, method: Any) -> None:
+    if not isinstance(method, str):
+        name = getattr(method, "__name__", "forward")
+        raise InputError(
+            f'`method=` takes the name of a method, but got {method!r}: write `method="{name}"`.'
+        )
     if not callable(getattr(module, method, None)):
         raise InputError(f"`{type(module).__name__}` has no method `{method}` to convert.")
 

@@ -37,6 +37,7 @@ from .._watch import Draws, storage_key, Watch
 from .blueprint import Blueprint, Skeleton
 from .layers import projection
 from .rng import seeded
+from .traces import GeneratorState
 
 
 SEED = Spec((2,), np.dtype("uint32"))
@@ -143,7 +144,7 @@ class ModuleFunction(TorchFunction):
                     habits[functional] = changes
                     # Where there was no trial, the first run was on copies and compared them.
                     compared = () if tried else self._written(learnt)
-                    untried = [n for n in numbers if n[-1] not in _sizes(arrays)] * (not tried)
+                    untried = [n for n in numbers if _is_untried(n[-1], tried, arrays)]
                     self._tell(dict.fromkeys([*written, *compared]), untried, changes.written)
 
             self._held.items.append(end)
@@ -369,12 +370,24 @@ def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
     return next((x.device for x in tensors), _CPU)
 
 
+def _is_untried(number: Any, tried: bool, leaves: Sequence[Any]) -> bool:
+    """Whether a number that has changed tells of more than trials do, which draw none."""
+    return isinstance(number, GeneratorState) or not (tried or number in _sizes(leaves))
+
+
 def _sizes(leaves: Sequence[Any]) -> set[int]:
     """The sizes of tensors."""
     return {n for x in leaves if isinstance(x, torch.Tensor) for n in x.shape}
 
 
 def _changed_number(name: str, attribute: str, old: Any, new: Any) -> str:
+    if isinstance(new, GeneratorState):
+        return (
+            f"the forward of `{name}` draws from its random generator {attribute}, but each call "
+            "of a converted module starts from the module as it was converted, so that every call "
+            "draws the same numbers. Draw from torch's own generator, without `generator=`, and "
+            "pass `key=`, or pass random arrays as arguments."
+        )
     return (
         f"the forward of `{name}` changes its attribute {attribute} (from {old!r} to {new!r}), but "
         "each call of a converted module starts from the module as it was converted, so that this "

@@ -1,11 +1,12 @@
 """What is known of torch's own layers: which change buffers, which draw random numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
 import torch
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -55,7 +56,8 @@ def set_training(module: torch.nn.Module, flags: Sequence[bool]) -> None:
 def computed_by_hooks(layer: torch.nn.Module) -> list[str]:
     """The attributes of a layer that torch's hooks compute from parameters before each call."""
     hooks = layer._forward_pre_hooks.values()
-    return [h.name for h in hooks if isinstance(h, SpectralNorm | WeightNorm)]
+    names = [h.name for h in hooks if isinstance(h, SpectralNorm | WeightNorm)]
+    return names + [h._tensor_name for h in hooks if isinstance(h, BasePruningMethod)]
 
 
 def projection(layer: torch.nn.Module | None) -> str:
@@ -73,6 +75,7 @@ def check_convertible(module: torch.nn.Module) -> None:
         raise ModuleError(_no_module(module))
     name = type(module).__name__
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    _check_unhooked(name, tensors)
     lazy = [n for n, t in tensors.items() if is_lazy(t)]
     if lazy:
         raise ModuleError(
@@ -92,6 +95,19 @@ def check_convertible(module: torch.nn.Module) -> None:
             f"`{name}` is quantized: {', '.join(quantized[:3])} have a dtype that JAX does not. "
             "Convert the floating point module, or call this one through `torch2jax`."
         )
+
+
+def _check_unhooked(name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises if there are hooks on tensors, for which arrays of JAX stand in every call."""
+    for n, tensor in tensors.items():
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            raise ModuleError(
+                f"`{name}` has a hook on the gradient of its tensor {n}, which would not run, "
+                "since the gradients of arrays are JAX's. Remove it, and change the gradients "
+                f'themselves, as by `grads = eqx.tree_at(lambda g: g.params["{n}"], grads, '
+                "replace_fn=lambda g: g * mask)`, or let the forward change the tensor "
+                "(`self.weight * mask`)."
+            )
 
 
 def check_shards(module: torch.nn.Module) -> None:

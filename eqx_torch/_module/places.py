@@ -9,12 +9,14 @@ value there. What cannot be changed (a tuple, a bound method) is made anew where
 import collections
 import functools
 import itertools
+import random
 import re
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from .._reachable import CachedFunction, is_library
@@ -24,7 +26,7 @@ _ATOMS = (
     *(str, int, float, complex, bytes, type, type(None), range, slice, type(Ellipsis)),
     *(torch.dtype, torch.device, torch.Size, torch.layout, types.ModuleType, types.CodeType),
 )
-_PLAIN = frozenset([str, int, float, bool, type(None), type])
+_PLAIN = frozenset([str, int, float, bool, type(None)])
 _BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 # Made anew where they stand, and so looked into at every place where they do.
 _REMADE = (tuple, frozenset, weakref.ref, *_BOUND)
@@ -39,6 +41,10 @@ _CLOSED = (
 _PLAIN_CONTAINERS = frozenset([dict, list, tuple, set, frozenset, collections.OrderedDict])
 _ELEMENTS: tuple[Any, ...] = (list, tuple, set, frozenset, collections.deque)
 _OPEN_LIBRARIES = re.compile(r"(torch\.(nn|distributions)|types|collections)(\.|$)")
+_GENERATORS = (
+    *(torch.Generator, random.Random),
+    *(np.random.Generator, np.random.BitGenerator, np.random.RandomState),
+)
 _REGISTERED = re.compile(r"\._(?:parameters|buffers|modules)\['([^']*)'\]")
 # Recurrent layers make these anew with the parameters.
 _RECURRENT = "_flat_weight_refs"
@@ -118,13 +124,16 @@ class _Remade:
         self._put(self._parts)
 
 
-def walk(root: Any, opens: Callable[[Any], bool] = lambda _: True) -> Iterator[Place]:
+def walk(
+    root: Any, opens: Callable[[Any], bool] = lambda _: True, classes: bool = False
+) -> Iterator[Place]:
     """Every place in the graph of an object.
 
     Args:
         root: the object.
         opens: whether what is in a function, a variable of one, or an object of the user's
             belongs to the graph.
+        classes: whether the places of classes are among them. What classes hold is not.
     """
     seen: dict[int, Any] = {}
     pending = [Place(root)]
@@ -132,6 +141,8 @@ def walk(root: Any, opens: Callable[[Any], bool] = lambda _: True) -> Iterator[P
         place = pending.pop()
         value = place.value
         if is_atom(value):
+            if classes and isinstance(value, type):
+                yield place
             continue
         yield place
         if isinstance(value, torch.Tensor) or type(value) in weakref.ProxyTypes:
@@ -158,6 +169,11 @@ def attributes_of(item: Any) -> tuple[Any, Iterable[str]]:
 def is_atom(value: Any) -> bool:
     """Whether a value holds nothing that could change."""
     return isinstance(value, _ATOMS)
+
+
+def is_generator(value: Any) -> bool:
+    """Whether random numbers are drawn from it, so that they depend on its state."""
+    return isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom)
 
 
 def elements(container: Any) -> list[Any]:

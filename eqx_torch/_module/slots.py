@@ -2,8 +2,9 @@
 
 `copy.deepcopy` copies a module, but leaves alone what it takes for values: functions, whatever they
 close over, weak references, methods of tensors. Where these lead back to a tensor or to a layer of
-the module, a copy would read the original's. So functions are copied too, with the variables of
-theirs that lead there, and what refers to something that is copied is made anew for the copy.
+the module, a copy would read the original's; where to a random generator, all copies would draw
+from one. So functions are copied too, with the variables of theirs that lead there, and what refers
+to something that is copied is made anew for the copy.
 
 A slot is a container and a key, so that `container[key] = tensor` puts a tensor there.
 """
@@ -21,7 +22,7 @@ import torch
 
 from .._errors import ModuleError
 from .._reachable import CachedFunction
-from .places import is_atom, is_filled, is_open, Place, ScriptAttributes, walk
+from .places import is_atom, is_filled, is_generator, is_open, Place, ScriptAttributes, walk
 
 
 Slot = tuple[Any, Any]
@@ -85,13 +86,15 @@ def buffer_slot(module: torch.nn.Module, name: str) -> Slot:
 
 
 class _Graph:
-    """What a module can reach, and what of that leads to its tensors or layers."""
+    """What a module can reach, and what of that leads to its tensors, layers or generators."""
 
     def __init__(self, module: torch.nn.Module, tensors: Mapping[int, Any]) -> None:
         self._module = module
         self._tensors = tensors
         self._places = list(walk(module))
-        self._leading = _leading(self._places, {*tensors, *map(id, module.modules())})
+        self._holding = _leading(self._places, {*tensors, *map(id, module.modules())})
+        generators = {id(p.value) for p in self._places if is_generator(p.value)}
+        self._leading = self._holding | _leading(self._places, generators)
 
     def constants(self) -> dict[int, torch.Tensor]:
         """Copies of the computed tensors that modules keep, which deepcopy refuses to copy."""
@@ -178,7 +181,7 @@ class _Graph:
         for place in self._places:
             item = place.value
             shared = id(item) not in memo or memo[id(item)] is item
-            if shared and id(item) in self._leading and _is_object(item):
+            if shared and id(item) in self._holding and _is_object(item):
                 raise ModuleError(
                     f"`{type(self._module).__name__}` cannot be converted: "
                     f"`{place.path}` leads to its parameters, but `copy.deepcopy` does not copy "

@@ -1,20 +1,34 @@
 """What calls leave behind in a module's Python objects, and how it is taken out again.
 
 A call of a converted module starts from the module as it was converted, so that what a forward
-caches is computed from the parameters of that very call, and a count of calls is the same number on
-every device. What a forward sets or adds is therefore put back when the call is done.
+caches is computed from the parameters of that very call, and a count of calls, or what it draws
+from a random generator of its own, is the same on every device. What a forward sets or adds is
+therefore put back when the call is done.
 """
 
 import collections
+import ctypes
+import dataclasses
+import pickle
+import random
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from .._reachable import CachedFunction
-from .places import Attributes, attributes_of, elements, is_filled, is_open, Place
+from .places import (
+    Attributes,
+    attributes_of,
+    elements,
+    is_filled,
+    is_generator,
+    is_open,
+    Place,
+)
 from .slots import Copy
 
 
@@ -30,7 +44,7 @@ class Trace:
     """
 
     def __init__(self, copy: Copy, bound: Sequence[torch.Tensor]) -> None:
-        self._held = list(_held_in(copy.places))
+        self._held: list[_Held | _Generator] = list(_held_in(copy.places))
         # The positions of what is in sets differ from copy to copy.
         self._unordered = any(p.step == "{...}" for p in copy.places)
         self._caches = list(_caches(copy))
@@ -59,7 +73,10 @@ class Trace:
         return Changes(changed, written, cached)
 
     def numbers(self, changes: "Changes") -> list[tuple[str, Any, Any]]:
-        """The numbers and strings that are others now: where, what it was, what it is."""
+        """The numbers, strings and states of generators that are others now.
+
+        Of each where it is, what it was, what it is.
+        """
         return [number for i in changes.held for number in self._held[i].numbers()]
 
     def put_back(self, changes: "Changes") -> None:
@@ -117,7 +134,71 @@ class _Held:
                     yield f"{self._place.path}{step}".removeprefix("."), old, new
 
 
-def _held_in(places: Sequence[Place]) -> Iterator[_Held]:
+@dataclasses.dataclass(frozen=True)
+class GeneratorState:
+    """The state of a random generator."""
+
+    contents: bytes = dataclasses.field(repr=False)
+
+
+class _Generator:
+    """A random generator, with its state at first."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._state = _random_state(place.value)
+        self._before = _contents_of(self._state)
+
+    def note(self, name: str) -> None:
+        del name
+
+    def is_intact(self) -> bool:
+        return self._now() == self._before
+
+    def put_back(self) -> None:
+        _set_random_state(self._place.value, self._state)
+
+    def numbers(self) -> Iterator[tuple[str, Any, Any]]:
+        now = self._now()
+        if now != self._before:
+            yield self._place.path, self._before, now
+
+    def _now(self) -> GeneratorState:
+        return _contents_of(_random_state(self._place.value))
+
+
+def _contents_of(state: Any) -> GeneratorState:
+    if isinstance(state, torch.Tensor):  # read as it is in a run on tensors without memory too
+        return GeneratorState(ctypes.string_at(state.data_ptr(), state.numel()))
+    return GeneratorState(pickle.dumps(state))
+
+
+def _random_state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return _bits(generator).state
+
+
+def _set_random_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        _bits(generator).state = state
+
+
+def _bits(generator: Any) -> Any:
+    return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+
+
+def _held_in(places: Sequence[Place]) -> Iterator[_Held | _Generator]:
     seen: set[int] = set()
     for place in places:
         item = place.value
@@ -127,6 +208,8 @@ def _held_in(places: Sequence[Place]) -> Iterator[_Held]:
         is_variable = isinstance(item, types.CellType) and is_filled(item)
         if is_variable or isinstance(item, dict | list | set | collections.deque):
             yield _Held(place, item, _contents(item))
+        if is_generator(item):
+            yield _Generator(place)
         if is_open(item) and not isinstance(item, tuple):
             container, _ = attributes_of(item)
             yield _Held(place, container, _contents(container))

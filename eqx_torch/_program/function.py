@@ -13,12 +13,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from .._reachable import reachable
 from .._scripts import makes_tensors_of_numbers, scripts_near
 from .._survivors import Before
 from .._swaps import reaches_module, seems_to_swap
 from .._trees import Structure
 from .._watch import Watch
 from .base import Spec, Tensors
+from .interposed import is_narrow
 from .site import argument_name, Site
 from .tape import Kept
 
@@ -221,6 +223,12 @@ class TorchFunction:
         """Whether it is given at this site what to draw random numbers from."""
         del site
         return False
+
+    @functools.cached_property
+    def holds_narrow(self) -> bool:
+        """Whether there are integers of less than 64 bits among the tensors near it."""
+        near = reachable(self.python)
+        return any(isinstance(x, torch.Tensor) and is_narrow(x.dtype) for x in near)
 
     @functools.cached_property
     def scripts(self) -> tuple[torch.jit.ScriptModule, ...]:

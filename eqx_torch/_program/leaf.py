@@ -83,7 +83,8 @@ class Leaf(Program):
         """Whether operators are interposed where this or a program made of it runs."""
         pairs = zip(self.ins, self.site.restored, strict=True)
         dtypes = (restored or dtype_j2t(spec.dtype) for spec, restored in pairs)
-        return any(map(is_narrow, dtypes)) or self.function.draws_at(self.site)
+        narrow = self.function.holds_narrow or any(map(is_narrow, dtypes))
+        return narrow or self.function.draws_at(self.site)
 
     def __hash__(self) -> int:
         return self._hash
