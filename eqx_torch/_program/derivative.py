@@ -11,7 +11,7 @@ from .._compat import cached_weakly
 from .._errors import EqxTorchError
 from .base import Derivative, Indices, Kind, pick, Program, Spec, Tensors
 from .batch import batched_or_looped
-from .bits import observed
+from .bits import observed, same_bits
 from .forward import (
     double_backward,
     dual_numbers,
@@ -73,6 +73,8 @@ class Jvp(_Taped):
         primals, tangents = self.split(inputs)
         if self.taped and not functional:
             _drop(self, inputs)
+        if self.leaf.function.may_write(len(self.inner.ins)):
+            tangents = [t.clone() for t in tangents]
         forward_mode = self.leaf.function.findings.forward_mode
         works = forward_mode.get(self, not self.inner.forward)  # dual numbers do not nest
         if functional:
@@ -121,13 +123,29 @@ class Vjp(_Taped):
         primals, cotangents = self.split(inputs)
         learnt = self.learnt
         if learnt.writes is False:
-            return self._cotangents(inputs, primals, cotangents, functional)
-        copies = [u.clone() for u in cotangents]
+            tape = self._tape(inputs, functional)
+            return self._cotangents(tape, primals, cotangents, functional)
+        if learnt.writes_primals:
+            self.tape_site.record_on_copies()
+            primals = [p.clone() for p in primals]
+        tape, copies = self._tape(inputs, functional), [u.clone() for u in cotangents]
         if learnt.writes or functional:
-            return self._cotangents(inputs, primals, copies, functional)
-        run = lambda: self._cotangents(inputs, primals, copies, functional)  # noqa: E731
-        results, written = observed(run, cotangents, copies)
-        learnt.writes = bool(written)
+            return self._cotangents(tape, primals, copies, functional)
+        return self._first_run(tape, primals, cotangents, copies)
+
+    def _first_run(
+        self, tape: Tape | None, primals: Tensors, cotangents: Tensors, copies: Tensors
+    ) -> list[torch.Tensor]:
+        """Sees what is written; a recorded graph may refer to the memory of the primals."""
+        saved = [p.clone() for p in primals]
+        run = lambda: self._cotangents(tape, saved, copies, False)  # noqa: E731
+        if tape is None:
+            results, written = observed(run, [*cotangents, *primals], [*copies, *saved])
+        else:
+            results, written = _observed_replay(run, tape, primals, saved, cotangents, copies)
+        suspect = bool(self.leaf.function.may_write(len(self.inner.ins)))
+        self.learnt.writes_primals = any(i >= len(cotangents) for i in written)
+        self.learnt.writes = bool(written) or suspect
         return results
 
     @functools.cached_property
@@ -135,12 +153,15 @@ class Vjp(_Taped):
         """What runs have shown."""
         return self.leaf.function.findings.of_backward(self)
 
+    def _tape(self, inputs: Tensors, functional: bool) -> Tape | None:
+        return _taken(self, inputs) if self.taped and not functional else None
+
     def _cotangents(
-        self, inputs: Tensors, primals: Tensors, cotangents: Tensors, functional: bool
+        self, tape: Tape | None, primals: Tensors, cotangents: Tensors, functional: bool
     ) -> list[torch.Tensor]:
         if self._complex:
             cotangents = [_conj(u) for u in cotangents]
-        results = self._replay(inputs, cotangents) if self.taped and not functional else None
+        results = None if tape is None else self._replay(tape, cotangents)
         if results is None:
             results = self._recomputed(primals, cotangents, functional)
         return [_conj(r) for r in results] if self._complex else results
@@ -158,11 +179,8 @@ class Vjp(_Taped):
         differentiate = lambda: pullback(self, primals, cotangents)  # noqa: E731
         return _through_forward_mode(self, lambda: batched_or_looped(self, differentiate))
 
-    def _replay(self, inputs: Tensors, cotangents: Tensors) -> list[torch.Tensor] | None:
-        """The cotangents by the recorded graph, None if there is none to use."""
-        tape = _taken(self, inputs)
-        if tape is None:
-            return None
+    def _replay(self, tape: Tape, cotangents: Tensors) -> list[torch.Tensor] | None:
+        """The cotangents by a recorded graph, None if that cannot be."""
         try:
             return replayed_pullback(self, tape, cotangents)
         except RuntimeError as error:
@@ -173,6 +191,25 @@ class Vjp(_Taped):
             return None
         finally:
             tape.kept.release()
+
+
+def _observed_replay(
+    replay: Callable[[], list[torch.Tensor]],
+    tape: Tape,
+    primals: Tensors,
+    saved: Tensors,
+    cotangents: Tensors,
+    copies: Tensors,
+) -> tuple[list[torch.Tensor], frozenset[int]]:
+    """The result of a replay, and what it wrote to, of the primals put back from `saved`."""
+    recorded = [tape.inputs.get(i, p) for i, p in enumerate(primals)]
+    run = lambda: [r.clone() for r in replay()]  # noqa: E731  # they may be primals
+    try:
+        return observed(run, [*cotangents, *saved], [*copies, *recorded])
+    finally:
+        for primal, before in zip(primals, saved, strict=True):
+            if not same_bits(primal, before):
+                primal.data.copy_(before)
 
 
 def _taken(program: _Taped, inputs: Tensors) -> Tape | None:

@@ -10,7 +10,8 @@ if it is provably the graph of what the backward was given:
 
 Otherwise the backward recomputes, with the same result. Where addresses have differed (the slices
 of a `lax.scan` move), later forwards of that program record on copies of their inputs, so that the
-graph owns all it needs and the token alone is proof.
+graph owns all it needs and the token alone is proof. So they do where the backward was seen to
+write to what was recorded.
 
 Memory is bounded. A program may have a few graphs outstanding, the oldest of which is dropped for
 a new one; when a dropped one is asked for, its program may have twice as many. So a pullback that
@@ -95,6 +96,11 @@ class TapeSite:
         self.copies = False
         self.bytes: int | None = None
 
+    def record_on_copies(self) -> None:
+        """Has graphs own all they need from now on; those that do not are of no use any more."""
+        if not self.copies:
+            self.copies, self.bytes = True, None
+
     def reset(self) -> None:
         """Drops the graphs."""
         self.tapes.clear()
@@ -144,11 +150,12 @@ class Tapes:
                     site.limit *= 2
                 return None
             self._held -= size
-        here = tape.addresses is None or tape.addresses == addresses(primals)
+        where = tape.addresses
+        here = where is None or (not site.copies and where == addresses(primals))
         if here and tape.inputs.keys() >= set(wrt):
             return tape
         if not here:
-            site.copies, site.bytes = True, None
+            site.record_on_copies()
         tape.kept.release()
         return None
 
