@@ -480,6 +480,30 @@ def test_no_parameter_changes_under_a_forward_that_writes_to_it(way, when, how):
         assert_trees_equal(model.params["weight"], np.float32([0.5, 0.25, 1.0]), exact=True)
 
 
+class SquaresWeight(torch.nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.square = [_square(way, lambda x: True, "primal")]
+        self.weight = torch.nn.Parameter(torch.tensor([0.5, 0.25, 1.0]))
+
+    def forward(self, x):
+        return (self.square[0](self.weight) * x).sum()
+
+
+@hows
+@every_residuals
+@pytest.mark.parametrize("way", UNNAMED.values(), ids=UNNAMED)
+def test_no_parameter_changes_under_a_backward_that_writes_to_it(way, residuals, how):
+    model = from_torch(SquaresWeight(way), residuals=residuals)
+    gradient = how(jax.grad(lambda model, x: model(x)))
+    for values in VALUES:
+        example = SquaresWeight(way)
+        example(torch.tensor(values)).backward()
+        actual = gradient(model, jnp.array(values)).params["weight"]
+        assert_trees_equal(actual, example.weight.grad, rtol=1e-6)
+        assert_trees_equal(model.params["weight"], np.float32([0.5, 0.25, 1.0]), exact=True)
+
+
 class Careful(torch.nn.Module):
     """Writes to its weight where it makes it, and reads memory where no call comes to."""
 
