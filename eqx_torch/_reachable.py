@@ -78,8 +78,22 @@ def kept_by(item: Any) -> Iterable[Any]:
     if isinstance(item, CachedFunction):
         return [item.__wrapped__]
     if isinstance(item, type):
-        return [] if is_library(item.__module__) else _members(item)
+        return [] if is_library(item.__module__) else [x for _, x in members(item)]
     return [item.__dict__, type(item)] if _is_users(item) else []
+
+
+def called_by(item: Any) -> Iterable[Any]:
+    """What an object may call, but for what libraries that are installed do."""
+    return [] if is_closed(item) else kept_by(item)
+
+
+def is_closed(item: Any) -> bool:
+    """Whether it is a function or a class of a library that is installed."""
+    if not isinstance(item, types.FunctionType | type):
+        return False
+    module = sys.modules.get(item.__module__ or "")
+    installed = "-packages" in str(getattr(module, "__file__", ""))
+    return installed or is_library(item.__module__)
 
 
 def _contents(container: Any) -> Iterable[Any]:
@@ -104,10 +118,10 @@ def is_filled(cell: types.CellType) -> bool:
         return False
 
 
-def _members(cls: type) -> list[Any]:
-    """The methods of a class, and what else is kept in it."""
-    own = [tuple(vars(c).values()) for c in cls.__mro__ if not is_library(c.__module__)]
-    return list(map(_behind_descriptor, itertools.chain(*own)))
+def members(cls: type) -> list[tuple[str, Any]]:
+    """The methods of a class, and what else is kept in it, by name."""
+    own = [tuple(vars(c).items()) for c in cls.__mro__ if not is_library(c.__module__)]
+    return [(name, _behind_descriptor(x)) for name, x in itertools.chain(*own)]
 
 
 def _behind_descriptor(x: Any) -> Any:

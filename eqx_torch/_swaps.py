@@ -8,13 +8,13 @@ other's parameters, and so would a run that only finds out shapes. So their call
 import contextlib
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ._compat import SWAPPING
-from ._reachable import is_library, kept_by, names_in, reachable
+from ._reachable import called_by, names_in, reachable
 
 
 _SWAPPER = "functional_call"
@@ -49,7 +49,7 @@ class Swaps(contextlib.AbstractContextManager["Swaps"]):
 
 def seems_to_swap(function: Callable[..., Any]) -> bool:
     """Whether a function, or one that is near it, names `torch.func.functional_call`."""
-    return any(map(_names_swapper, reachable(function, _called_by)))
+    return any(map(_names_swapper, reachable(function, called_by)))
 
 
 def reaches_module(function: Callable[..., Any]) -> bool:
@@ -61,16 +61,3 @@ def _names_swapper(item: Any) -> bool:
     return isinstance(item, types.FunctionType) and (
         item.__name__ == _SWAPPER or _SWAPPER in names_in(item.__code__)
     )
-
-
-def _called_by(item: Any) -> Iterable[Any]:
-    """What an object may call, but for what libraries that are installed do."""
-    closed = isinstance(item, types.FunctionType | type) and not _is_users(item)
-    return [] if closed else kept_by(item)
-
-
-def _is_users(item: Any) -> bool:
-    """Whether a function or class is not of a library that is installed."""
-    module = sys.modules.get(item.__module__ or "")
-    installed = "-packages" in str(getattr(module, "__file__", ""))
-    return not installed and not is_library(item.__module__)

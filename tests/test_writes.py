@@ -1,12 +1,14 @@
 """Functions that write to their inputs work on copies; JAX arrays never change."""
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
-from eqx_torch import InputError, torch2jax
+from eqx_torch import from_torch, InputError, torch2jax
 
 from .helpers import assert_trees_equal
 from .twins import random_array
@@ -111,14 +113,15 @@ def test_under_transformations(getkey, name, declared):
     assert_trees_equal(x, before, exact=True)
 
 
-def test_only_what_is_written_is_copied():
+def test_only_what_is_written_is_copied_where_the_code_names_no_way_to_write():
     addresses = []
+    address = operator.methodcaller("data_ptr")
 
     def f(x, y):
         # Seen, this would give the memory away to who may write to it.
         with torch._C.DisableTorchFunction():
-            addresses.append((x.data_ptr(), y.data_ptr()))
-        return x.add_(y)
+            addresses.append((address(x), address(y)))
+        return operator.iadd(x, y)
 
     x, y = jnp.ones(16), jnp.ones(16)
     g = torch2jax(f, output_shapes=x)
@@ -212,12 +215,13 @@ def test_one_array_as_two_arguments():
 
 
 def test_a_write_that_comes_later_is_an_error_once():
-    """Whether it writes depends on values, so nobody could know at the first call."""
+    """Whether it writes depends on values, and how it does is not in its code."""
+    zero = operator.methodcaller("zero_")
 
     def f(x):
         y = x * 2
         if (x > 0).all():
-            x.zero_()
+            zero(x)
         return y
 
     wrapped = jax.jit(torch2jax(f, output_shapes=lambda x: x))
@@ -237,9 +241,10 @@ def test_a_write_that_comes_later_is_an_error_once():
 
 
 class ScalesGradient(torch.autograd.Function):
-    """x * 2, whose backward may write to the gradient that it is given."""
+    """x * 2, whose backward may write to the gradient that it is given, by no name in its code."""
 
     writes = True
+    double = operator.methodcaller("mul_", 2)
 
     @staticmethod
     def forward(ctx, x):
@@ -247,7 +252,7 @@ class ScalesGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        return g.mul_(2) if ScalesGradient.writes else g * 2
+        return ScalesGradient.double(g) if ScalesGradient.writes else g * 2
 
 
 GRADIENTS = {
@@ -350,3 +355,242 @@ def test_a_backward_that_writes_to_what_it_saved(monkeypatch, way, residuals):
             for _ in range(3):
                 assert_trees_equal(call(x), expected)
                 assert_trees_equal(x, before, exact=True)
+
+
+def _set_item(x):
+    x[...] = 3
+
+
+def _augment(x):
+    x *= 3
+
+
+def _augment_by_numpy(x):
+    memory = x.detach().numpy()
+    memory *= 3
+
+
+def _in_buffer(x):
+    torch.frombuffer(memoryview(x.detach().numpy()), dtype=torch.float32).mul_(3)
+
+
+def _cut_off(x):
+    torch.nn.functional.hardtanh(x, 0.0, 1.0, inplace=True)
+
+
+WAYS = {
+    "data": lambda x: x.data.mul_(3),
+    "masked data": lambda x: operator.setitem(x.data, x > 1, 0),
+    "NumPy": _augment_by_numpy,
+    "array": lambda x: np.multiply(np.asarray(x.detach()), 3, out=np.asarray(x.detach())),
+    "out": lambda x: torch.sin(x.detach(), out=x.data),
+    "DLPack": lambda x: torch.from_dlpack(x.detach()).mul_(3),
+    "storage": lambda x: x.untyped_storage().fill_(0),
+    "buffer": _in_buffer,
+    "in place": lambda x: x.mul_(3),
+    "item": _set_item,
+    "augmented": _augment,
+    "in place by argument": _cut_off,
+}
+WHEN = {
+    "always": lambda x: True,
+    "by value": lambda x: bool((x.detach() > 1).any()),
+}
+VALUES = [[0.5, 0.25, 1.0], [0.5, 2.0, 3.0], [4.0, 0.5, 1.5], [0.5, 2.0, 3.0]]
+every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+every_when = pytest.mark.parametrize("when", WHEN.values(), ids=WHEN)
+hows = pytest.mark.parametrize("how", [lambda f: f, jax.jit], ids=["eager", "jit"])
+every_residuals = pytest.mark.parametrize("residuals", ["tape", "recompute"])
+
+
+@hows
+@every_when
+@every_way
+def test_no_forward_changes_an_array_however_and_whenever_it_writes(way, when, how):
+    def f(x, y):
+        if when(x):
+            way(x)
+            way(y)
+        return x + y
+
+    wrapped = how(torch2jax(f, output_shapes=lambda x, y: x))
+    for values in VALUES:
+        x, y = jnp.array(values), jnp.array(values) + 1
+        before = np.array(x), np.array(y)
+        assert_trees_equal(wrapped(x, y), f(*map(torch.tensor, before)), exact=True)
+        assert_trees_equal((x, y), before, exact=True)
+
+
+def _square(way, when, what):
+    """x**2, whose backward writes to the primal that it has saved or to its gradient."""
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**2
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            if when(x):
+                way(x if what == "primal" else g)
+            return 2 * g * x
+
+    return Square.apply
+
+
+def _pulled(f, x, u):
+    x = torch.tensor(x, requires_grad=True)
+    (gradient,) = torch.autograd.grad(f(x), x, torch.tensor(u))
+    return gradient
+
+
+def _check_pullbacks(f, how, residuals):
+    wrapped = torch2jax(f, residuals=residuals)
+    pull = how(lambda x, u: jax.vjp(wrapped, x)[1](u)[0])
+    for values in VALUES:
+        x, u = jnp.array(values), jnp.array(values) + 2
+        before = np.array(x), np.array(u)
+        for _ in range(2):
+            assert_trees_equal(pull(x, u), _pulled(f, *before), rtol=1e-6)
+            assert_trees_equal((x, u), before, exact=True)
+
+
+@every_residuals
+@hows
+@every_when
+@every_way
+@pytest.mark.parametrize("what", ["primal", "cotangent"])
+def test_no_backward_changes_an_array_however_and_whenever_it_writes(
+    what, way, when, how, residuals
+):
+    _check_pullbacks(_square(way, when, what), how, residuals)
+
+
+UNNAMED = {
+    "data": lambda x: _triple(operator.attrgetter("data")(x)),
+    "NumPy": lambda x: operator.setitem(operator.methodcaller("numpy")(x), 0, 7.0),
+    "in place": lambda x: _triple(x),
+}
+_triple = operator.methodcaller("mul_", 3)
+
+
+@every_residuals
+@hows
+@pytest.mark.parametrize("way", UNNAMED.values(), ids=UNNAMED)
+@pytest.mark.parametrize("what", ["primal", "cotangent"])
+def test_the_first_run_of_a_backward_shows_what_no_name_does(what, way, how, residuals):
+    _check_pullbacks(_square(way, lambda x: True, what), how, residuals)
+
+
+def test_a_pullback_is_pulled_again_from_the_same_primals():
+    square = torch2jax(_square(UNNAMED["data"], lambda x: True, "primal"))
+    x = jnp.array([0.5, 2.0])
+    pulls = [jax.vjp(square, x)[1] for _ in range(2)]
+    for pull in (*pulls, *pulls):
+        assert_trees_equal(pull(jnp.ones(2))[0], 6 * jnp.array([0.5, 2.0]))
+        assert_trees_equal(x, jnp.array([0.5, 2.0]), exact=True)
+
+
+class Clamps(torch.nn.Module):
+    """A linear map that cuts its weight off, whether or not that is needed."""
+
+    def __init__(self, way, when):
+        super().__init__()
+        self.way, self.when = [way], when
+        self.weight = torch.nn.Parameter(torch.tensor([0.5, 0.25, 1.0]))
+
+    def forward(self, x):
+        if self.when(x):
+            with torch.no_grad():
+                self.way[0](self.weight)
+        return x * self.weight
+
+
+@hows
+@every_when
+@every_way
+@pytest.mark.filterwarnings("ignore:the forward of")
+def test_no_parameter_changes_under_a_forward_that_writes_to_it(way, when, how):
+    example = Clamps(way, when)
+    model = from_torch(example, output_shapes=lambda x: x)
+    call = how(lambda model, x: model(x))
+    for values in VALUES:
+        example.weight = torch.nn.Parameter(torch.tensor([0.5, 0.25, 1.0]))
+        assert_trees_equal(call(model, jnp.array(values)), example(torch.tensor(values)))
+        assert_trees_equal(model.params["weight"], np.float32([0.5, 0.25, 1.0]), exact=True)
+
+
+class SquaresWeight(torch.nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.square = [_square(way, lambda x: True, "primal")]
+        self.weight = torch.nn.Parameter(torch.tensor([0.5, 0.25, 1.0]))
+
+    def forward(self, x):
+        return (self.square[0](self.weight) * x).sum()
+
+
+@hows
+@every_residuals
+@pytest.mark.parametrize("way", UNNAMED.values(), ids=UNNAMED)
+def test_no_parameter_changes_under_a_backward_that_writes_to_it(way, residuals, how):
+    model = from_torch(SquaresWeight(way), residuals=residuals)
+    gradient = how(jax.grad(lambda model, x: model(x)))
+    for values in VALUES:
+        example = SquaresWeight(way)
+        example(torch.tensor(values)).backward()
+        actual = gradient(model, jnp.array(values)).params["weight"]
+        assert_trees_equal(actual, example.weight.grad, rtol=1e-6)
+        assert_trees_equal(model.params["weight"], np.float32([0.5, 0.25, 1.0]), exact=True)
+
+
+class Careful(torch.nn.Module):
+    """Writes to its weight where it makes it, and reads memory where no call comes to."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        self.linear.weight.data.fill_(2)
+
+    def validate(self, x):
+        return self(x).detach().numpy()
+
+    def _hidden(self, x):
+        return x.data
+
+    def forward(self, x):
+        total = 0
+        for _ in range(2):
+            total += self.linear(x).relu()
+        named = {}
+        named["total"] = total
+        return named["total"]
+
+
+class Careless(Careful):
+    def forward(self, x):
+        return self.linear(self._hidden(x))
+
+
+def _copied(function, count=3):
+    return sorted(function.may_write(count))
+
+
+def test_code_that_names_no_way_to_write_has_nothing_copied():
+    assert _copied(from_torch(Careful()).core.function) == []
+    assert _copied(from_torch(Careless()).core.function) == [0, 1, 2]
+
+
+def test_a_way_that_torch_counts_has_the_arguments_of_a_module_copied():
+    """Parameters require gradients, so that it is an error to write to them in a recording."""
+
+    class Doubles(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x).mul_(2)
+
+    assert _copied(from_torch(Doubles(2, 2)).core.function) == [2]

@@ -58,7 +58,8 @@ class _Taped(Derivative):
             learnt = self.leaf.learnt
             learnt.written = (learnt.written or frozenset()) | own
             TAPES.clear()
-        self.learnt.writes = any(i >= count for i in written)
+        named = bool(self.leaf.function.may_write(len(self.inner.ins)))
+        self.learnt.writes = named or any(i >= count for i in written)
         return results
 
 

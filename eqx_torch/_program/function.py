@@ -19,6 +19,7 @@ from .._survivors import Before
 from .._swaps import reaches_module, seems_to_swap
 from .._trees import Structure
 from .._watch import Watch
+from .._writers import Ways, ways_to_write
 from .base import Spec, Tensors
 from .interposed import is_narrow
 from .site import argument_name, Site
@@ -73,7 +74,7 @@ class LearntBackward:
     """What runs of one pullback have shown.
 
     Attributes:
-        writes: whether it writes to the cotangents that it is given, None if that is not known.
+        writes: whether it writes to what it is given, None if that is not known.
     """
 
     writes: bool | None = None
@@ -205,6 +206,17 @@ class TorchFunction:
     def keep(self) -> Kept:
         """Keeps what calls of this thread have left open, for a backward in a later call."""
         return Kept()
+
+    @functools.cached_property
+    def ways_to_write(self) -> Ways:
+        """How the code of it and of its derivatives could write to what it is given."""
+        return ways_to_write(self.python)
+
+    def may_write(self, count: int) -> frozenset[int]:
+        """Which of its inputs, `count` in all, the code could write to on some call."""
+        ways = self.ways_to_write
+        first = 0 if ways.unseen or ways.unrecorded else self.own_inputs
+        return frozenset(range(first, count) if ways.unseen or ways.in_place else ())
 
     def lock_to_run(self) -> Lock | None:
         """What is held while it or one of its derivatives runs."""

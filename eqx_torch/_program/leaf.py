@@ -2,8 +2,9 @@
 
 A function may write to its arguments, but JAX arrays are immutable and its memory is theirs. So
 inputs that are known to be written are copied first. What is known comes from the probe that
-infers output shapes; where there was none, the first run works on copies and compares. A function
-that writes to an input only later, depending on values, is caught after the fact by the runtime.
+infers output shapes; where there was none, the first run works on copies and compares. Where the
+code names a way to write, all inputs are copied: it may depend on values. A function that still
+writes to an input only later is caught after the fact by the runtime.
 """
 
 import contextlib
@@ -102,14 +103,14 @@ class Leaf(Program):
         written = self.learnt.written
         if written is None:
             return self._first_run(self._prepared(inputs, frozenset()), functional)
-        if written or self._restored:
-            inputs = self._prepared(inputs, written)
+        if written or self._restored or self._may_write:
+            inputs = self._prepared(inputs, written | self._may_write)
         return self._checked(self._result(inputs, functional))
 
     def runner(self) -> Callable[[Tensors, bool], Tensors]:
         """`run`; for most calls without what they do not need."""
         ambient = self.site.ambient
-        if self._restored or not ambient.is_neutral:
+        if self._restored or self._may_write or not ambient.is_neutral:
             return self.run
         run, function, learnt, checked = self.run, self._call, self.learnt, self._checker()
         default_dtype, get_default_dtype = ambient.default_dtype, torch.get_default_dtype
@@ -219,6 +220,11 @@ class Leaf(Program):
     def learnt(self) -> Learnt:
         """What runs with inputs of these shapes and dtypes have shown."""
         return self.function.findings.at(self.site, self.in_specs)
+
+    @functools.cached_property
+    def _may_write(self) -> frozenset[int]:
+        """The inputs that are copied whatever runs have shown."""
+        return self.function.may_write(len(self.ins))
 
     @functools.cached_property
     def _restored(self) -> list[tuple[int, torch.dtype]]:

@@ -1,0 +1,140 @@
+"""Functions whose code may write to what they are given, on this call or on a later one.
+
+What a run shows holds for the values that it had, and a write may wait for others: `if bad.any():
+x.data[bad] = 0`. So the code itself is asked whether it names a way to write. It may be wrong in
+one direction at no harm: who does not write works on copies in vain. Only code is looked at that a
+call can come to: methods whose names it mentions, nothing of installed libraries, no initialisers.
+"""
+
+import collections
+import dataclasses
+import dis
+import functools
+import itertools
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ._reachable import called_by, is_closed, members, names_in, reachable
+
+
+# Ways to memory by which torch does not see writes.
+_UNSEEN = frozenset(
+    [
+        *("data", "set_", "data_ptr", "storage", "untyped_storage", "_typed_storage"),
+        *("numpy", "array", "asarray", "asanyarray", "ascontiguousarray", "frombuffer"),
+        *("__array__", "__array_interface__", "__cuda_array_interface__"),
+        *("from_dlpack", "to_dlpack", "__dlpack__"),
+    ]
+)
+_KEYWORDS = frozenset(["out", "inplace"])
+_HARMLESS = frozenset(["requires_grad_", "detach_", "share_memory_", "rename_"])
+# Parameters require gradients, and torch lets nobody write to them where it records.
+_UNRECORDED = frozenset(["no_grad", "inference_mode", "set_grad_enabled", "backward", "jvp"])
+# Methods that are called by others than the user's code.
+_ENTRIES = frozenset(["forward", "backward", "jvp", "vmap", "setup_context"])
+_INITIALISERS = frozenset(
+    [
+        *("__init__", "__new__", "__post_init__", "__setstate__", "__init_subclass__"),
+        *("reset_parameters", "_reset_parameters", "init_weights", "_init_weights"),
+    ]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ways:
+    """The ways to write that code near a function names.
+
+    Attributes:
+        unseen: those that torch does not see.
+        in_place: those that it counts.
+        unrecorded: no way by itself: where no gradient is recorded, these go for parameters too.
+    """
+
+    unseen: bool = False
+    in_place: bool = False
+    unrecorded: bool = False
+
+    def __or__(self, other: "Ways") -> "Ways":
+        return Ways(
+            self.unseen or other.unseen,
+            self.in_place or other.in_place,
+            self.unrecorded or other.unrecorded,
+        )
+
+
+def ways_to_write(function: Callable[..., Any]) -> Ways:
+    """How a function, or what it may call, could write to what it is given."""
+    found = [
+        _ways_in(item.__code__)
+        for item in reachable(function, _Calls())
+        if isinstance(item, types.FunctionType) and not is_closed(item)
+    ]
+    return functools.reduce(Ways.__or__, found, Ways())
+
+
+class _Calls:
+    """What objects may call, but for methods that no code met so far has named."""
+
+    def __init__(self) -> None:
+        self._named = set(_ENTRIES)
+        self._waiting: dict[str, list[Any]] = collections.defaultdict(list)
+
+    def __call__(self, item: Any) -> Iterable[Any]:
+        if is_closed(item):
+            return []
+        if isinstance(item, type):
+            return list(itertools.chain(*itertools.starmap(self._called, members(item))))
+        if not isinstance(item, types.FunctionType):
+            return called_by(item)
+        new = names_in(item.__code__) - self._named
+        self._named |= new
+        released = itertools.chain(*(self._waiting.pop(name, ()) for name in new))
+        return [*called_by(item), *released]
+
+    def _called(self, name: str, member: Any) -> list[Any]:
+        if name in _INITIALISERS:
+            return []
+        special = name.startswith("__") and name.endswith("__")
+        if special or name in self._named or not isinstance(member, types.FunctionType):
+            return [member]
+        self._waiting[name].append(member)
+        return []
+
+
+def _ways_in(code: types.CodeType) -> Ways:
+    names = names_in(code)
+    in_place = any(map(_writes_in_place, names)) or _assigns(code)
+    unrecorded = not _UNRECORDED.isdisjoint([*names, code.co_name])
+    return Ways(bool(names & _UNSEEN), in_place, unrecorded)
+
+
+@functools.cache
+def _writes_in_place(name: str) -> bool:
+    if not name.endswith("_") or name.endswith("__") or name in _HARMLESS:
+        return False
+    return any(hasattr(x, name) for x in (torch.Tensor, torch, torch.nn.functional))
+
+
+def _assigns(code: types.CodeType) -> bool:
+    """Whether code assigns to items, to its arguments in place, or to `out=`."""
+    keywords = (c for c in code.co_consts if isinstance(c, tuple))
+    if any(_KEYWORDS.intersection(c) for c in keywords):
+        return True
+    if any(_assigns(c) for c in code.co_consts if isinstance(c, types.CodeType)):
+        return True
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    steps = list(dis.get_instructions(code))
+    return any(_is_assignment(a, b, arguments) for a, b in itertools.pairwise(steps))
+
+
+def _is_assignment(a: dis.Instruction, b: dis.Instruction, arguments: tuple[str, ...]) -> bool:
+    if b.opname == "STORE_SUBSCR":
+        return not (a.opname == "LOAD_CONST" and isinstance(a.argval, str))
+    if b.opname == "STORE_SLICE":
+        return True
+    in_place = a.opname == "BINARY_OP" and a.argrepr.endswith("=")
+    target = b.argval[0] if isinstance(b.argval, tuple) else b.argval
+    return in_place and b.opname.startswith("STORE_") and target in arguments
