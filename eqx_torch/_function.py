@@ -97,6 +97,7 @@ def torch2jax(
         object whose method `fn` is.
     - `output_sharding_spec`: the deprecated name of `out_specs`.
     - `use_torch_vjp`, `use_zeros`: options of `wrap_torch2jax`, deprecated and ignored.
+    - `**unknown`: none. Examples of keyword arguments are passed in `example_kw`.
 
     **Returns:**
 

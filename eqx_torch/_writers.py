@@ -135,6 +135,7 @@ def _is_assignment(a: dis.Instruction, b: dis.Instruction, arguments: tuple[str,
         return not (a.opname == "LOAD_CONST" and isinstance(a.argval, str))
     if b.opname == "STORE_SLICE":
         return True
-    in_place = a.opname == "BINARY_OP" and a.argrepr.endswith("=")
+    if not (a.opname == "BINARY_OP" and a.argrepr.endswith("=") and b.opname.startswith("STORE_")):
+        return False
     target = b.argval[0] if isinstance(b.argval, tuple) else b.argval
-    return in_place and b.opname.startswith("STORE_") and target in arguments
+    return target in arguments

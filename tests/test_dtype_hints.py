@@ -17,7 +17,8 @@ from .helpers import assert_trees_equal
 
 INT64 = (
     "JAX holds int64 in 32 bits: where torch wants int64, as for class labels, write `.long()` in "
-    "it, or pass an example with int64 labels when it is wrapped."
+    'the torch code, or annotate the argument, `labels: Int64[Tensor, "batch"]`, there or in a '
+    "`signature=`, or wrap it with the arguments of a whole call with int64 labels as examples."
 )
 SCORES, LABELS = jnp.ones((2, 4)), jnp.zeros(2, jnp.int32)
 

@@ -92,15 +92,15 @@ CASES = {
     ),
     "torch tensor": Case(
         InputError,
-        "`sin` takes JAX arrays, but got a Tensor as argument 0. Convert it by `eqx_torch.t2j(x)`; "
-        "in torch code, where there are tensors only, call the torch function or module itself.",
+        "`sin` takes JAX arrays, but got a Tensor as argument 0. Convert it by `eqx_torch.t2j(x)`, "
+        "or on a mesh by `jax.numpy.asarray(x.numpy())`; in torch code, where there are tensors only, call the torch function or module itself.",
         lambda: torch2jax(torch.sin)(torch.ones(2)),
     ),
     "struct": Case(
         InputError,
         "`sin` takes JAX arrays, but got a ShapeDtypeStruct as argument 0. Convert it by "
-        "`eqx_torch.t2j(x)`; in torch code, where there are tensors only, call the torch function "
-        "or module itself.",
+        "`eqx_torch.t2j(x)`, or on a mesh by `jax.numpy.asarray(x.numpy())`; in torch code, where "
+        "there are tensors only, call the torch function or module itself.",
         lambda: torch2jax(torch.sin)(jax.ShapeDtypeStruct((2,), "float32")),
     ),
     "structure unlike the examples": Case(
@@ -108,7 +108,10 @@ CASES = {
         "`add` was called with arguments of another structure than its examples have.\n"
         "  examples: args=(array, array) kwargs={}\n"
         "  call:     args=(array,) kwargs={'other': array}\n"
-        "Call it like the examples, or wrap it without them (they are optional).",
+        "Call it like the examples, which are those of a whole call, or wrap it without them "
+        "(`from_torch(model)` of a converted model drops them). Where they are there for dtypes "
+        "only, annotate the arguments in place of that, in the function or by `signature=`: "
+        '`labels: Int64[Tensor, "batch"]`.',
         lambda: torch2jax(torch.add, X, X)(X, other=X),
     ),
     "key": Case(
@@ -225,7 +228,7 @@ SHARDED = {
         ShardingError,
         f"`out_specs` of `sin` has {P('x', 'y')}, but no input is sharded over ['y'], so "
         "that every device along it would compute the same. Shard an input, for instance "
-        "`jax.sharding.reshard(x, P(...))`, or leave the axis out. A model without `out_specs`, "
+        '`jax.sharding.reshard(x, P("y"))`, or leave the axis out. A model without `out_specs`, '
         "with the weights of `model` and for the same state, is `from_torch(model)`.",
         lambda: _sharded(out_specs=P("x", "y"))(shape=(8, 8)),
     ),
@@ -536,8 +539,9 @@ def test_errors_of_torch_say_what_torch_was_given():
         jax.block_until_ready(f(jnp.ones((2, 3)), jnp.zeros(2, jnp.int32)))
     assert (
         "`cross_entropy` was called on argument 0 float32[2, 3], argument 1 int32[2]. JAX holds "
-        "int64 in 32 bits: where torch wants int64, as for class labels, write `.long()` in it, or "
-        "pass an example with int64 labels when it is wrapped."
+        "int64 in 32 bits: where torch wants int64, as for class labels, write `.long()` in the "
+        'torch code, or annotate the argument, `labels: Int64[Tensor, "batch"]`, there or in a '
+        "`signature=`, or wrap it with the arguments of a whole call with int64 labels as examples."
     ) in str(info.value)
 
 

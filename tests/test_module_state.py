@@ -383,10 +383,12 @@ def test_call_without_state_is_an_error(x):
     message = (
         r"the forward of `Net` changes its buffers bn.running_mean, bn.running_var, "
         r"bn.num_batches_tracked, but was called without `state=`.*"
-        r"make_with_state\(from_torch\)\(module\).*inference_mode"
+        r"make_with_state\(from_torch\)\(module\)"
     )
     with pytest.raises(ModuleError, match=message):
         model(t2j(x))
+    with pytest.raises(ModuleError, match=message + ".*inference_mode"):
+        from_torch(Net())(t2j(x))  # which still has the values that inference would use
 
 
 def test_other_value_than_a_state_is_an_error(x):

@@ -66,6 +66,7 @@ def from_torch(
     - `state`: the names of the buffers that the forward changes. If None they are found out by
         the examples, and without examples are those of torch's normalisation layers.
     - `method`: the method to call.
+    - `**unknown`: none. Examples of keyword arguments are passed in `example_kw`.
 
     **Returns:**
 
