@@ -93,7 +93,8 @@ CASES = {
     "torch tensor": Case(
         InputError,
         "`sin` takes JAX arrays, but got a Tensor as argument 0. Convert it by `eqx_torch.t2j(x)`, "
-        "or on a mesh by `jax.numpy.asarray(x.numpy())`; in torch code, where there are tensors only, call the torch function or module itself.",
+        "or on a mesh by `jax.numpy.asarray(x.numpy())`; in torch code, where there are tensors "
+        "only, call the torch function or module itself.",
         lambda: torch2jax(torch.sin)(torch.ones(2)),
     ),
     "struct": Case(
