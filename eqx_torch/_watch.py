@@ -77,6 +77,8 @@ class Watch(TorchDispatchMode):
         """Puts back the contents of all memory that was written to."""
         with without_modes():
             for storage, before in self._before:
+                if storage.nbytes() != before.nbytes():
+                    storage.resize_(before.nbytes())
                 storage.copy_(before)
 
     def forget(self) -> None:

@@ -183,3 +183,12 @@ def test_results_that_are_empty():
     declared = torch2jax(lambda x: x[x > 9], output_shapes=jax.ShapeDtypeStruct((0,), "float32"))
     assert_trees_equal(jax.jit(declared)(X), jnp.zeros(0))
     assert_trees_equal(torch2jax(lambda x: x[x > 9])(X), jnp.zeros(0))
+
+
+def test_memory_that_grows_during_a_run():
+    def points(x):
+        grown = torch.empty(0)
+        torch.add(x, 1, out=grown)
+        return grown + torch.quasirandom.SobolEngine(3).draw(2)[1]
+
+    assert_trees_equal(torch2jax(points)(POSITIVE), points(torch.tensor(POSITIVE.tolist())))
