@@ -144,7 +144,9 @@ class Leaf(Program):
         copies = [t.clone() for t in tensors]
         if functional:
             return self._checked(self._result(copies, functional))
-        results, written = observed(lambda: self._result(copies, functional), tensors, copies)
+        # Not a closure: the frames of an error keep what a function of theirs closes over.
+        run = functools.partial(self._result, copies, functional)
+        results, written = observed(run, tensors, copies)
         self.learnt.written = written
         return self._checked(results)
 
