@@ -413,6 +413,46 @@ def test_tensors_of_the_failed_call_are_forgotten(mesh):
     assert isinstance(info.value.__cause__, KeyError)
 
 
+@pytest.mark.parametrize("derivative", ["backward", "forward"])
+def test_tensors_of_a_failed_derivative_are_forgotten(mesh, derivative):
+    seen = []
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x * 2
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.third = bool(inputs[0][0] == 3)
+
+        @staticmethod
+        def backward(ctx, g):
+            if ctx.third:
+                seen.append(weakref.ref(g))
+                raise ValueError("given up")
+            return g * 2
+
+        @staticmethod
+        def jvp(ctx, t):
+            if ctx.third:
+                seen.append(weakref.ref(t))
+                raise ValueError("given up")
+            return t * 2
+
+    x = put(X, mesh, "x")
+    f = torch2jax(Fails.apply, output_shapes=x, out_specs=P("x"))
+    if derivative == "backward":
+        out = jax.grad(lambda x: f(x).sum())(x)
+    else:
+        _, out = jax.jvp(f, (x,), (x,))
+    jax.block_until_ready(out)
+    assert seen
+    assert [ref() for ref in seen] == [None] * len(seen)
+    with pytest.raises(ValueError, match="given up"):
+        check_errors()
+
+
 def test_a_log_handler_that_raises(mesh, monkeypatch):
     class Broken(logging.Handler):
         def emit(self, record):

@@ -51,7 +51,7 @@ class _Taped(Derivative):
         """
         originals, count = [*primals, *others], len(primals)
         copies = [x.clone() for x in originals]
-        run_on_copies = lambda: run(copies[:count], copies[count:])  # noqa: E731
+        run_on_copies = functools.partial(run, copies[:count], copies[count:])
         results, written = observed(run_on_copies, originals, copies)
         own = written.intersection(range(min(count, len(self.leaf.ins))))
         if own:
@@ -123,8 +123,8 @@ class Jvp(_Taped):
                 out = dual_numbers(self, primals, tangents)
                 forward_mode[self] = True
                 return out
-        differentiate = lambda: double_backward(self, primals, tangents)  # noqa: E731
-        out = _through_forward_mode(self, lambda: batched_or_looped(self, differentiate))
+        differentiate = functools.partial(double_backward, self, primals, tangents)
+        out = _through_forward_mode(self, differentiate)
         forward_mode[self] = False
         return out
 
@@ -201,8 +201,8 @@ class Vjp(_Taped):
         """The cotangents by a new forward."""
         if functional:
             return functional_pullback(self, primals, cotangents)
-        differentiate = lambda: pullback(self, primals, cotangents)  # noqa: E731
-        return _through_forward_mode(self, lambda: batched_or_looped(self, differentiate))
+        differentiate = functools.partial(pullback, self, primals, cotangents)
+        return _through_forward_mode(self, differentiate)
 
     def _replay(self, tape: Tape, cotangents: Tensors) -> list[torch.Tensor] | None:
         """The cotangents by the recorded graph, None if it cannot be used."""
@@ -245,13 +245,13 @@ def _through_forward_mode(
     # Asked before, since another thread may have found the same meanwhile.
     dual = [p for p in program.inner.forward if forward_mode.get(p, True)]
     try:
-        return differentiate()
+        return batched_or_looped(program, differentiate)
     except (RuntimeError, EqxTorchError):
         if not dual:
             raise
         forward_mode.update(dict.fromkeys(dual, False))
         with contextlib.suppress(Exception):
-            return differentiate()
+            return batched_or_looped(program, differentiate)
         for p in dual:
             forward_mode.pop(p, None)
         raise
