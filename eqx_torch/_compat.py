@@ -15,9 +15,16 @@ import jax.core
 import numpy as np
 import torch
 import torch.random
+from jax._src.array import (
+    # The class of the arrays that are no tracers.
+    ArrayImpl as _Array,
+)
 from jax._src.core import (
     # Which mesh axes `jax.vmap` maps: inside of it they are in no type.
     get_axis_env as _axis_environment,
+    # Outside of all transformations a primitive may be evaluated at once; to bind it takes several
+    # microseconds, and one more for each array.
+    trace_state_clean as outside_of_transformations,
 )
 from jax._src.lax.lax import (
     # JAX makes weakly typed arrays of Python numbers, but no public function makes one of an array.
@@ -33,7 +40,7 @@ from jax._src.util import (
 )
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, partial_eval
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from torch._C import (
     # Whether torch has a batching rule for an operator, which public names do not say.
     _dispatch_has_kernel_for_dispatch_key as _has_kernel,
@@ -111,6 +118,7 @@ __all__ = [
     "from_dlpack",
     "is_all_true",
     "is_functorch_wrapped_tensor",
+    "outside_of_transformations",
     "set_forward_grad_enabled",
     "set_grad_enabled",
     "torch_function_modes",
@@ -170,6 +178,23 @@ def cached_weakly(cls: _Class) -> _Class:
     """Class decorator: JAX's caches hold the instances of `cls` weakly."""
     _weakly_cached_types.add(cls)
     return cls
+
+
+def types_of(arrays: Sequence[Any]) -> tuple[Any, ...] | None:
+    """`jax.typeof` of each, None if any is no array of JAX's.
+
+    Of an array on one device it is the array's attribute `aval`, and to read that takes a tenth of
+    the time.
+    """
+    types = [
+        x.aval if type(x) is _Array and type(x.sharding) is SingleDeviceSharding else None
+        for x in arrays
+    ]
+    if None not in types:
+        return tuple(types)
+    if not all(isinstance(x, jax.Array) for x in arrays):
+        return None
+    return tuple(map(jax.typeof, arrays))
 
 
 class _ClearedCache:

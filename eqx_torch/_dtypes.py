@@ -41,6 +41,8 @@ _NAMES = (
     "complex64",
     "complex128",
 )
+_CONFIG: Any = jax.config  # its attributes are made when JAX is imported
+
 _T2J = {getattr(torch, name): jnp.dtype(name) for name in _NAMES}
 _J2T = {jax_dtype: torch_dtype for torch_dtype, jax_dtype in _T2J.items()}
 
@@ -188,7 +190,7 @@ def _unsupported(shown: str, name: str, other: str) -> str:
 
 def x64_enabled() -> bool:
     """Whether JAX has 64-bit types now."""
-    return canonical_dtype("int64") == np.int64
+    return _CONFIG.jax_enable_x64
 
 
 def is_key(x: Any) -> bool:

@@ -20,8 +20,8 @@ from ._annotations import Signature
 from ._arrays import j2t
 from ._dtypes import canonical_dtype, dtype_j2t, dtype_t2j, x64_enabled
 from ._errors import ConversionError, InputError
-from ._invoke import Arguments, Infer, is_array, Restored
-from ._program import Site, Spec, Static
+from ._invoke import Call, Infer, is_array, Restored
+from ._program import Own, Site, Spec, Static
 from ._trees import flatten
 
 
@@ -55,19 +55,32 @@ class Examples:
                 )
         return Examples(name, args, kwargs or {}) if args or kwargs is not None else None
 
-    def infer(self, infer: Infer, args: Sequence[Any], kwargs: dict[str, Any] | None) -> None:
+    def infer(
+        self,
+        infer: Infer,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        own: Own | None = None,
+        tensors: Sequence[torch.Tensor] = (),
+        restored: Restored = (),
+    ) -> None:
         """Infers the outputs for arguments like these, so that errors appear now.
 
         Args:
             infer: gives the outputs.
             args, kwargs: the examples with their values, or arguments of the same structure.
+            own: what the inputs before the arguments are.
+            tensors: examples of these.
+            restored: the torch dtype to give to each of them before torch sees it.
         """
-        restored = self._restored([spec.dtype for spec in self.specs])
-        site = Site(self._structure, self._statics, restored, Ambient.capture())
+        restored = *restored, *self._restored([spec.dtype for spec in self.specs])
+        site = Site(self._structure, self._statics, restored, Ambient.capture(), own)
+        specs = tuple(Spec(tuple(t.shape), canonical_dtype(t.dtype)) for t in tensors)
         leaves, _ = flatten((tuple(args), kwargs or {}))
-        infer(site, self.specs, None, lambda: _values([x for x in leaves if _is_example(x)]))
+        arrays = [*tensors, *(x for x in leaves if _is_example(x))]
+        infer(site, specs + self.specs, None, lambda: _values(arrays))
 
-    def restored(self, arguments: Arguments) -> Restored:
+    def restored(self, arguments: Call) -> Restored:
         """The torch dtype to give to each array of a call before torch sees it."""
         dynamic = [static is None for static in arguments.statics]
         same = arguments.structure.unordered == self._structure.unordered
@@ -82,7 +95,7 @@ class Examples:
                 "for dtypes only, annotate the arguments in place of that, in the function or by "
                 '`signature=`: `labels: Int64[Tensor, "batch"]`.'
             )
-        return self._restored([x.dtype for x in arguments.arrays()])
+        return self._restored([spec.dtype for spec in arguments.specs()[arguments.num_own :]])
 
     def key(self) -> Hashable:
         """Equal for examples of the same structure, dtypes and shapes."""
@@ -100,19 +113,16 @@ class Annotated:
 
     def __init__(self, signature: Signature | None) -> None:
         self._signature = signature
-        self._known: dict[Hashable, Restored] = {}
 
-    def restored(self, arguments: Arguments) -> Restored | None:
+    def restored(self, arguments: Call) -> Restored:
         """The torch dtype to give to each array of a call before torch sees it."""
+        specs = arguments.specs()[arguments.num_own :]
         if self._signature is None or not self._signature.widens or x64_enabled():
-            return None
-        key = arguments.structure, arguments.statics, arguments.specs()
-        if key not in self._known:
-            structs = [jax.ShapeDtypeStruct(*spec) for spec in key[-1]]
-            args, kwargs = arguments.site(None).arguments(structs)
-            wide = _wide(self._signature, args, kwargs)
-            self._known[key] = tuple(wide.get(id(struct)) for struct in structs)
-        return self._known[key]
+            return (None,) * len(specs)
+        structs = [jax.ShapeDtypeStruct(*spec) for spec in specs]
+        args, kwargs = arguments.site(()).arguments(structs)
+        wide = _wide(self._signature, args, kwargs)
+        return tuple(wide.get(id(struct)) for struct in structs)
 
 
 def widened(

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -12,11 +12,10 @@ import jax
 from ._annotations import read_signature_for, unchecked
 from ._errors import InputError
 from ._examples import Annotated, Examples, widened
-from ._invoke import Arguments, invoke
-from ._program import Compiled, Lock, PROCESS_LOCK, Residuals, TorchFunction, VmapMethod
+from ._invoke import Call, divided, outputs_of, Prepared, prepared
+from ._program import Compiled, Lock, Plain, PROCESS_LOCK, Residuals, TorchFunction, VmapMethod
 from ._shapes import Declaration, Inference, OutputShapes
 from ._sharding import check_specs
-from ._trees import flatten
 
 
 _IGNORED = {
@@ -118,9 +117,9 @@ def torch2jax(
         Array([0.5, 0.5, 0.5], dtype=float32)
     """
     check_keywords("torch2jax", unknown, torch2jax)
-    for name, value in {"use_torch_vjp": use_torch_vjp, "use_zeros": use_zeros}.items():
+    for option, value in {"use_torch_vjp": use_torch_vjp, "use_zeros": use_zeros}.items():
         if value is not None:
-            warnings.warn(f"`{name}` {_IGNORED[name]}", DeprecationWarning, stacklevel=2)
+            warnings.warn(f"`{option}` {_IGNORED[option]}", DeprecationWarning, stacklevel=2)
     if output_sharding_spec is not None:
         warnings.warn(
             "`output_sharding_spec` is deprecated; its name is now `out_specs`.",
@@ -141,31 +140,37 @@ def torch2jax(
     check_options(depth, vmap_method, residuals, out_specs)
     annotated = read_signature_for(fn, signature, result=output_shapes is None)
     compiled = Compiled()
+    name = function_name(fn)
     function = TorchFunction(
-        unchecked(fn),
-        name=function_name(fn),
+        Plain(unchecked(fn), name),
         lock=lock_of(lock),
         depth=depth,
         vmap_method=vmap_method,
         residuals=residuals,
         compiled=compiled,
     )
-    examples = Examples.of(function.name, *widened(annotated, example_args, example_kw))
+    examples = Examples.of(name, *widened(annotated, example_args, example_kw))
     declaration = Declaration(output_shapes, annotated, examples and examples.specs)
     infer = Inference(function, declaration)
     annotations = Annotated(annotated)
-    nondiff = _NonDiff(function.name, nondiff_argnums, nondiff_mask)
+    nondiff = _NonDiff(name, nondiff_argnums, nondiff_mask)
+    known: dict[Hashable, Prepared] = {}
+
+    def prepare(call: Call) -> Prepared:
+        site = call.site((examples or annotations).restored(call))
+        split, shards = divided(function, site, call.types, out_specs)
+        outputs = outputs_of(infer, call, site, split, shards)
+        constant = nondiff.constant(call)
+        new = prepared(
+            function, site, split, shards, outputs, constant=constant, out_specs=out_specs
+        )
+        if not outputs.by_values:
+            known[call.key] = new
+        return new
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        arguments = Arguments(function, args, kwargs)
-        return invoke(
-            function,
-            infer,
-            arguments,
-            restored=(examples or annotations).restored(arguments),
-            frozen=nondiff.frozen(args, arguments),
-            out_specs=out_specs,
-        )
+        call = Call(name, args, kwargs)
+        return (known.get(call.key) or prepare(call))(call.arrays)
 
     if examples is not None:
         examples.infer(infer, example_args, example_kw)
@@ -186,15 +191,15 @@ class _NonDiff:
         self._argnums = (argnums,) if isinstance(argnums, int) else argnums
         self._mask = mask
 
-    def frozen(self, args: Sequence[Any], arguments: Arguments) -> list[bool] | None:
-        """Whether each array of a call is left out, None if none is."""
+    def constant(self, call: Call) -> frozenset[int]:
+        """The arrays of a call that are left out."""
         if self._argnums is None and self._mask is None:
-            return None
-        _, structure = flatten(tuple(args))
-        mask = self._mask_of(args, structure.places())
-        keyword = [False] * (len(arguments.statics) - len(mask))
-        pairs = zip([*mask, *keyword], arguments.statics, strict=True)
-        return [frozen for frozen, static in pairs if static is None]
+            return frozenset()
+        args, _ = call.structure.places()
+        mask = self._mask_of(call.args, args)
+        pairs = zip(mask, call.statics, strict=False)  # those of keyword arguments come last
+        arrays = [left_out for left_out, static in pairs if static is None]
+        return frozenset(i for i, left_out in enumerate(arrays) if left_out)
 
     def _mask_of(self, args: Sequence[Any], like: Any) -> list[bool]:
         if self._argnums is not None:

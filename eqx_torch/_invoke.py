@@ -1,13 +1,16 @@
 """One call of a torch function from JAX: from arguments as users write them to the primitive.
 
-Arrays among the arguments are traced; everything else is static and part of the program. Where the
-arrays are sharded over explicit axes, the call is split over them: outputs are found out for one
-shard, and `out_specs` says how those of all shards form the global ones, as in `jax.shard_map`.
-Declared outputs are global, and are divided.
+A `Call` is the arguments taken apart: arrays are traced; everything else is static and part of the
+program. All that is the same in calls which are alike but for the values of their arrays is found
+out for the first of them, as a `Prepared` call.
+
+Where the arrays are sharded over explicit axes, the call is split over them: outputs are found out
+for one shard, and `out_specs` says how those of all shards form the global ones, as in
+`jax.shard_map`. Declared outputs are global, and are divided.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -19,14 +22,15 @@ from jax.sharding import PartitionSpec
 
 from ._ambient import Ambient
 from ._arrays import j2t
-from ._call import call, FAILURES
+from ._call import call as call_program, FAILURES
+from ._compat import types_of
 from ._deadlocks import refuse_deadlock
-from ._dtypes import dtype_j2t, is_key, x64_enabled
+from ._dtypes import dtype_j2t, x64_enabled
 from ._errors import DtypeError, InputError
 from ._probe import Values
-from ._program import Leaf, Outputs, Site, Spec, Static, TorchFunction
+from ._program import argument_name, Leaf, Outputs, Own, Site, Spec, Static, TorchFunction
 from ._sharding import check_rank, local_spec, out_spec_list, Plan, plan, shard_map
-from ._trees import flatten, leaf_paths
+from ._trees import flatten, leaf_paths, Structure
 
 
 Infer: TypeAlias = Callable[
@@ -34,55 +38,75 @@ Infer: TypeAlias = Callable[
 ]
 Restored: TypeAlias = tuple[torch.dtype | None, ...]
 
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
 
-class Arguments:
-    """The arguments of one call, taken apart.
+
+class Call:
+    """One call, taken apart.
 
     Attributes:
+        args, kwargs: the arguments.
         structure: of `(args, kwargs)`.
         statics: for each leaf, the Python value, or None where an array stands.
+        arrays: as JAX has them; those of the model itself come before those among the arguments.
+        types: of the arrays.
+        own: what the arrays before the arguments are, None if there are none.
+        key: equal for calls that are alike but for the values of their arrays.
     """
 
     def __init__(
-        self, function: TorchFunction, args: Sequence[Any], kwargs: dict[str, Any]
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        own: Own | None = None,
+        own_arrays: Sequence[Any] = (),
+        also: Hashable = None,
     ) -> None:
-        leaves, self.structure = flatten((tuple(args), kwargs))
-        dynamic = [is_array(leaf) for leaf in leaves]
-        self.statics: tuple[Static | None, ...] = tuple(
-            None if d else Static(leaf) for d, leaf in zip(dynamic, leaves, strict=True)
+        """Takes a call of the function `name` apart; `also` is one more thing that is alike."""
+        refuse_deadlock(name)
+        if FAILURES.pending:
+            FAILURES.raise_pending()
+        self.name, self.args, self.kwargs, self.own = name, args, kwargs, own
+        leaves, self.structure = flatten((args, kwargs))
+        self.statics = tuple([None if isinstance(x, _ARRAYS) else Static(x) for x in leaves])
+        among = [x for x, static in zip(leaves, self.statics, strict=True) if static is None]
+        self.arrays: list[Any] = [*own_arrays, *among]
+        types = types_of(self.arrays)
+        if types is None:
+            labels = own.labels if own else ()
+            self.arrays = [_as_jax(name, x, labels[i : i + 1]) for i, x in enumerate(self.arrays)]
+            types = tuple(map(jax.typeof, self.arrays))
+        self.types = types
+        self._ambient = Ambient.capture()
+        mesh, x64 = jax.sharding.get_abstract_mesh(), x64_enabled()
+        self.key: Hashable = (
+            (self.structure, self.statics, self._ambient, mesh, x64, own, also),
+            types,
         )
-        self._leaves = leaves
-        self._dynamic = dynamic
-        self._function = function
-
-    def arrays(self) -> list[Any]:
-        """The arrays, as JAX has them."""
-        self._refuse_foreign()
-        pairs = zip(self._leaves, self._dynamic, strict=True)
-        return [_as_jax(x) for x, dynamic in pairs if dynamic]
 
     def specs(self) -> tuple[Spec, ...]:
-        """The shapes and dtypes of the arrays."""
-        return tuple(map(_checked_spec, self.arrays()))
+        """The shapes and dtypes of the arrays. Raises for what torch does not have."""
+        self._refuse_foreign()
+        return specs_of(self.types)
 
-    def site(self, restored: Restored | None) -> Site:
-        """The call site, traced now."""
-        count = sum(self._dynamic)
-        none = (None,) * count
-        return Site(self.structure, self.statics, restored or none, Ambient.capture())
+    def site(self, restored: Restored) -> Site:
+        """The call site, where arrays are given these dtypes before torch sees them."""
+        return Site(self.structure, self.statics, restored, self._ambient, self.own)
+
+    @property
+    def num_own(self) -> int:
+        """How many of the arrays are not among the arguments."""
+        return 0 if self.own is None else len(self.own)
 
     def _refuse_foreign(self) -> None:
-        for path, leaf in zip(leaf_paths(self.structure), self._leaves, strict=True):
-            if isinstance(leaf, torch.Tensor | jax.ShapeDtypeStruct):
-                kind = type(leaf).__name__
-                raise InputError(
-                    f"`{self._function.name}` takes JAX arrays, but got a {kind} as "
-                    f"{self._function.label(path)}. Convert it by `eqx_torch.t2j(x)`, or on a "
-                    "mesh by `jax.numpy.asarray(x.numpy())`; in torch code, where there are "
-                    "tensors only, call the torch function or module itself."
-                )
-            if is_key(leaf):
-                raise DtypeError(_no_key(self._function, path, leaf))
+        among = iter(self.types[self.num_own :])
+        for path, static in zip(leaf_paths(self.structure), self.statics, strict=True):
+            value = next(among) if static is None else static.value
+            if isinstance(value, torch.Tensor | jax.ShapeDtypeStruct):
+                raise _foreign(self.name, value, argument_name(path))
+            if static is None and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+                raise DtypeError(_no_key(self.name, argument_name(path), value))
 
 
 class PerShard:
@@ -103,73 +127,104 @@ class PerShard:
         return results
 
 
-def is_array(x: Any) -> bool:
-    """Whether an argument is traced."""
-    return isinstance(x, jax.Array | np.ndarray | np.generic)
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What is the same in calls that are alike but for the values of their arrays.
 
-
-def invoke(
-    function: TorchFunction,
-    infer: Infer,
-    arguments: Arguments,
-    *,
-    restored: Restored | None = None,
-    frozen: Sequence[bool] | None = None,
-    out_specs: Any = None,
-    per_shard: PerShard | None = None,
-) -> Any:
-    """Calls a torch function on JAX arrays.
-
-    Args:
-        function: the function.
-        infer: gives the outputs for a call site, global input specs, those of the shards (None if
-            the call is not split) and the values of these, if they are known.
-        arguments: the arguments.
-        restored: for each array, the torch dtype to give it before torch sees it.
-        frozen: for each array, whether it is excluded from differentiation.
-        out_specs: how the outputs are sharded, where inputs are.
+    Attributes:
+        leaf: the program, on each device.
+        result: the structure of what the function returns.
+        constant: the arrays that are excluded from differentiation.
+        split: how the call is split over a mesh, None if it is not.
+        out_specs: of the outputs, where it is split.
         per_shard: what is done on each shard around the call.
-
-    Returns:
-        The function's result with JAX arrays in place of tensors.
     """
-    refuse_deadlock(function.name)
-    if FAILURES.pending:
-        FAILURES.raise_pending()
-    arrays = arguments.arrays()
-    site = arguments.site(restored)
-    if frozen is not None:
-        arrays = [jax.lax.stop_gradient(x) if f else x for x, f in zip(arrays, frozen, strict=True)]
-    split, shards, outputs = outputs_of(function, infer, arguments, site, out_specs)
-    leaf = Leaf(
-        function,
-        site,
-        shards,
-        outputs.specs,
-        outputs.structure,
-        x64_enabled(),
-        outputs.source if split is None else f"{outputs.source}, for one shard",
-    )
+
+    leaf: Leaf
+    result: Structure
+    constant: frozenset[int]
+    split: Plan | None
+    out_specs: list[PartitionSpec]
+    per_shard: PerShard
+
+    def __call__(self, arrays: Sequence[Any]) -> Any:
+        """The function's result with JAX arrays in place of tensors."""
+        if self.constant:
+            arrays = [
+                jax.lax.stop_gradient(x) if i in self.constant else x for i, x in enumerate(arrays)
+            ]
+        if self.split is None:
+            results = call_program(self.leaf, *arrays)
+        else:
+            results = shard_map(self.split, self._on_shards, self.out_specs, arrays)
+        return self.result.in_jax(results)
+
+    def _on_shards(self, *shards: Any) -> list[Any]:
+        assert self.split is not None
+        axes = self.split.axes
+        results = call_program(self.leaf, *self.per_shard.enter(shards, axes))
+        return self.per_shard.leave(results, axes)
+
+
+def divided(
+    function: TorchFunction, site: Site, types: Sequence[Any], out_specs: Any
+) -> tuple[Plan | None, tuple[Spec, ...]]:
+    """How a call on arrays of these types is split, None if it is not, and what torch is given."""
+    specs = specs_of(types)
+    split = plan(function.name, types, out_specs)
     if split is None:
-        results = call(leaf, *arrays)
-    else:
-        results = _sharded(leaf, outputs, split, out_specs, per_shard or PerShard(), arrays)
-    return outputs.structure.in_jax(results)
+        return None, specs
+    triples = zip(site.labels, specs, split.in_specs, strict=True)
+    return split, tuple(local_spec(function.name, *t, split.mesh) for t in triples)
 
 
 def outputs_of(
-    function: TorchFunction, infer: Infer, arguments: Arguments, site: Site, out_specs: Any
-) -> tuple[Plan | None, tuple[Spec, ...], Outputs]:
-    """How a call is split, None if it is not, what torch is given, and what it returns."""
-    arrays, in_specs = arguments.arrays(), arguments.specs()
-    split = plan(function.name, arrays, out_specs)
-    if split is None:
-        return None, in_specs, infer(site, in_specs, None, _values(arrays, in_specs))
-    triples = zip(site.paths, in_specs, split.in_specs, strict=True)
-    shards = tuple(
-        local_spec(function.name, function.label(path), s, p, split.mesh) for path, s, p in triples
-    )
-    return split, shards, infer(site, in_specs, shards, _values(arrays, shards))
+    infer: Infer, call: Call, site: Site, split: Plan | None, shards: tuple[Spec, ...]
+) -> Outputs:
+    """What a call returns."""
+    values = _values(call.arrays, shards)
+    return infer(site, specs_of(call.types), None if split is None else shards, values)
+
+
+def prepared(
+    function: TorchFunction,
+    site: Site,
+    split: Plan | None,
+    shards: tuple[Spec, ...],
+    outputs: Outputs,
+    *,
+    constant: frozenset[int] = frozenset(),
+    out_specs: Any = None,
+    per_shard: PerShard | None = None,
+) -> Prepared:
+    """A call of which it is known how it is split and what it returns."""
+    source = outputs.source if split is None else f"{outputs.source}, for one shard"
+    result, per_shard = outputs.structure, per_shard or PerShard()
+    leaf = Leaf(function, site, shards, outputs.specs, result, x64_enabled(), source)
+    specs: list[PartitionSpec] = []
+    if split is not None:
+        returned = function.code.of_result(result)
+        specs = per_shard.out_specs(out_spec_list(function.name, out_specs, returned))
+        places = (function.code.output_label(p) or "the output" for p in leaf_paths(result))
+        triples = list(zip(places, leaf.outs, specs, strict=True))
+        if outputs.declared:
+            outs = tuple(local_spec(function.name, *t, split.mesh) for t in triples)
+            leaf = dataclasses.replace(leaf, out_specs=outs)
+        for triple in triples:
+            check_rank(function.name, *triple)
+    return Prepared(leaf, result, constant, split, specs, per_shard)
+
+
+def specs_of(types: Sequence[Any]) -> tuple[Spec, ...]:
+    """The shapes and dtypes of arrays. Raises for a dtype that torch has not."""
+    for dtype in {t.dtype for t in types}:
+        dtype_j2t(dtype)
+    return tuple([Spec(t.shape, t.dtype) for t in types])
+
+
+def is_array(x: Any) -> bool:
+    """Whether an argument is traced."""
+    return isinstance(x, _ARRAYS)
 
 
 def _values(arrays: Sequence[Any], specs: Sequence[Spec]) -> Values | None:
@@ -185,49 +240,34 @@ def _values(arrays: Sequence[Any], specs: Sequence[Spec]) -> Values | None:
     return values
 
 
-def _sharded(
-    leaf: Leaf,
-    outputs: Outputs,
-    split: Plan,
-    out_specs: Any,
-    per_shard: PerShard,
-    arrays: Sequence[Any],
-) -> list[Any]:
-    name, mesh = leaf.name, split.mesh
-    named = lambda path: leaf.function.output_label(path) or "the output"  # noqa: E731
-    returned = leaf.function.of_result(leaf.structure)
-    specs = per_shard.out_specs(out_spec_list(name, out_specs, returned))
-    triples = list(zip(map(named, leaf_paths(leaf.structure)), leaf.outs, specs, strict=True))
-    if outputs.declared:
-        outs = tuple(local_spec(name, what, s, p, mesh) for what, s, p in triples)
-        leaf = dataclasses.replace(leaf, out_specs=outs)
-    for what, spec, partition in triples:
-        check_rank(name, what, spec, partition)
-
-    def body(*shards: Any) -> list[Any]:
-        results = call(leaf, *per_shard.enter(shards, split.axes))
-        return per_shard.leave(results, split.axes)
-
-    return shard_map(split, body, specs, arrays)
-
-
-def _as_jax(x: Any) -> Any:
+def _as_jax(name: str, x: Any, label: Sequence[str]) -> Any:
+    """An array as JAX has it; `label` is what messages call it, if it is the model's own."""
     if isinstance(x, jax.Array):
         return x
+    if not is_array(x):
+        raise _foreign(name, x, *label)
     dtype_j2t(x.dtype)
     return jnp.asarray(x)
 
 
-def _no_key(function: TorchFunction, path: str, key: jax.Array) -> str:
+def _foreign(name: str, x: Any, label: str) -> InputError:
+    if x is None:
+        return InputError(
+            f"the {label} of `{name}` is None: this is part of a model. "
+            "Put it together before calling it, `eqx.combine(params, rest)`."
+        )
+    return InputError(
+        f"`{name}` takes JAX arrays, but got a {type(x).__name__} as {label}. Convert it by "
+        "`eqx_torch.t2j(x)`, or on a mesh by `jax.numpy.asarray(x.numpy())`; in torch code, where "
+        "there are tensors only, call the torch function or module itself."
+    )
+
+
+def _no_key(name: str, label: str, key: Any) -> str:
     return (
-        f"`{function.name}` got a JAX key, {key.dtype}{list(key.shape)}, as "
-        f"{function.label(path)}, and torch has no dtype for keys. A function has no `key=`: draw "
+        f"`{name}` got a JAX key, {key.dtype}{list(key.shape)}, as "
+        f"{label}, and torch has no dtype for keys. A function has no `key=`: draw "
         "in JAX and pass it the numbers, for instance `jax.random.normal(key, shape)`, or pass "
         "the words of the key, `jax.random.key_data(key)`. A model made by `from_torch` takes "
         "`key=`."
     )
-
-
-def _checked_spec(x: Any) -> Spec:
-    dtype_j2t(x.dtype)
-    return Spec(tuple(x.shape), np.dtype(x.dtype))

@@ -20,12 +20,10 @@ from ._dtypes import dtype_j2t, x64_enabled
 from ._errors import EqxTorchError, InputError, ShapeError
 from ._fakes import on_fakes
 from ._program import (
-    ask_for_gradients,
+    argument_name,
     drawing_from,
-    dtype_hint,
+    hint,
     interposing,
-    library_hint,
-    on_leaves,
     opened,
     Outputs,
     Site,
@@ -61,7 +59,7 @@ class Question:
         """The inputs by name, for messages."""
         shown = [f"{s.dtype}{list(s.shape)}" for s in self.in_specs]
         note = " (the shapes of one shard)" if self.of_shards else ""
-        return self.function.described(self.site, shown) + note
+        return self.site.described(shown) + note
 
     def dtypes(self) -> list[torch.dtype]:
         """What torch is given for each array."""
@@ -92,7 +90,7 @@ def probe(question: Question, values: Values | None = None, reason: str = "") ->
     """
     function = question.function
     with function.lock_to_try() or contextlib.nullcontext():
-        before = Before(function.python)
+        before = Before(function.code.python)
     refusal: Exception | None = None
     if not reason and not function.runs_on_fakes:
         reason = "in TorchScript, `torch.tensor` takes no tensors without values beside it"
@@ -133,7 +131,7 @@ def _run(question: Question, way: _Way, before: Before) -> Outputs:
     try:
         return _run_once(question, way, before)
     except Exception as error:
-        if not ask_for_gradients(question.function, error):
+        if not question.function.asks_for_gradients(error):
             raise
     return _run_once(question, way, before)
 
@@ -159,22 +157,22 @@ def _run_once(question: Question, way: _Way, before: Before) -> Outputs:
 
 def _watched(question: Question, way: _Way, watch: Watch) -> tuple[Outputs, frozenset[int], bool]:
     function, site = question.function, question.site
-    shares = not function.isolated and reaches_module(function.python)
+    shares = not function.code.isolated and reaches_module(function.code.python)
     swaps = Swaps()
     with (
         site.ambient.in_force(),
         interposing(),
         drawing_from(torch.Generator()),
-        function.trial(watch) as trial,
+        function.code.trial(site, watch) as trial,
         way.mode(_device()) as exposure,
     ):
         pairs = zip(question.in_specs, question.dtypes(), strict=True)
         inputs = [way.input(spec, dtype, _device()) for spec, dtype in pairs]
         watch.made_by_hand(inputs)
-        args, kwargs = site.arguments(on_leaves(function, inputs))
+        given = function.on_leaves(site, inputs)
         try:
             with watch, swaps if shares else contextlib.nullcontext():
-                result = trial(args, kwargs)
+                result = trial(given)
         finally:
             watch.undo()
         exposed = exposure.exposed if exposure else lambda _: False
@@ -272,12 +270,11 @@ def _advice(
     question: Question, error: Exception, refusal: Exception | None, on_values: bool
 ) -> str:
     """What to write instead, on a line of its own; nothing if torch's message has to do."""
-    labels = map(question.function.label, question.site.paths)
-    named = list(zip(labels, question.dtypes(), strict=True))
-    hint = dtype_hint(error, named, x64_enabled()) or library_hint(error)
-    if hint:
-        return f"\n{hint}"
-    numbers = _numbers(question.function, question.site)
+    named = list(zip(question.site.labels, question.dtypes(), strict=True))
+    advice = hint(error, named, x64_enabled())
+    if advice:
+        return f"\n{advice}"
+    numbers = _numbers(question.site)
     if numbers and isinstance(error, TypeError | AttributeError):
         return (
             f"\nPython numbers reach torch as they are ({numbers}). Where it needs a tensor, pass "
@@ -305,11 +302,11 @@ def _passed(error: Exception, *packages: str) -> bool:
     return any(module.startswith(f"{package}.") for module in modules for package in packages)
 
 
-def _numbers(function: TorchFunction, site: Site) -> str:
+def _numbers(site: Site) -> str:
     """The Python numbers of a call, by name."""
     pairs = zip(leaf_paths(site.structure), site.statics, strict=True)
     return ", ".join(
-        f"{function.label(path)} {static.value!r}"
+        f"{argument_name(path)} {static.value!r}"
         for path, static in pairs
         if static is not None and type(static.value) in (int, float, complex)
     )

@@ -102,7 +102,8 @@ class Inference:
         return self._declared[key] or self._found(question, values)
 
     def _declares(self, site: Site, in_specs: tuple[Spec, ...]) -> Outputs | None:
-        args, kwargs = site.arguments([jax.ShapeDtypeStruct(*s) for s in in_specs])
+        structs = [jax.ShapeDtypeStruct(*s) for s in in_specs[site.num_own :]]
+        args, kwargs = site.arguments(structs)
         declared = self._declaration.outputs(args, kwargs, in_specs)
         return declared and _declared(self._function.name, *declared, in_specs)
 

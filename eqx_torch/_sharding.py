@@ -40,14 +40,13 @@ class Plan:
     in_specs: tuple[P, ...]
 
 
-def plan(name: str, arrays: Sequence[Any], out_specs: Any) -> Plan | None:
-    """How to split a call, None where there is nothing to split.
+def plan(name: str, types: Sequence[Any], out_specs: Any) -> Plan | None:
+    """How to split a call on arrays of these types, None where there is nothing to split.
 
     Raises:
         ShardingError: inputs are sharded over explicit axes and `out_specs` is missing, or
             `out_specs` names axes that are not explicit, or the inputs lie on several meshes.
     """
-    types = [jax.typeof(x) for x in arrays]
     mesh = mesh_of(types)
     if mesh.empty:
         return None
@@ -125,9 +124,9 @@ def check_whole(name: str, what: str, aval: Any, remedy: str) -> None:
         )
 
 
-def check_on_mesh(name: str, what: str, named: Mapping[str, Any], arrays: Sequence[Any]) -> None:
+def check_on_mesh(name: str, what: str, named: Mapping[str, Any], types: Sequence[Any]) -> None:
     """Raises unless arrays that a call gives back lie on the mesh of its other inputs."""
-    mesh = mesh_of([jax.typeof(x) for x in arrays])
+    mesh = mesh_of(types)
     for key, array in named.items() if explicit_axes(mesh) else ():
         own = jax.typeof(array).sharding.mesh
         lies = None

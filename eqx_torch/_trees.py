@@ -240,14 +240,6 @@ class Structure:
         ]
         return jtu.tree_unflatten(self.treedef, nodes)
 
-    def rest(self, count: int) -> "Structure":
-        """Of `(args, kwargs)`, the structure without the first `count` of `args`."""
-        args, kwargs = self.treedef.children()
-        kept = jtu.treedef_tuple(args.children()[count:])
-        treedef = jtu.treedef_tuple((kept, kwargs))
-        foreign = self.foreign and self.foreign[self.treedef.num_leaves - treedef.num_leaves :]
-        return Structure(treedef, foreign if foreign and any(foreign) else None)
-
     def leaves_of(self, tree: Any) -> Sequence[Any] | None:
         """The leaves of a tree of torch code, None if it is not of this structure."""
         if type(tree) is tuple and len(tree) == self._flat and all(map(_is_tensor, tree)):

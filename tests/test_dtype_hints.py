@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from eqx_torch import from_torch, torch2jax
-from eqx_torch._program.dtype_hints import dtype_hint
+from eqx_torch._program import hint
 
 from .helpers import assert_trees_equal
 
@@ -53,8 +53,9 @@ LAYERS = {
 @pytest.mark.parametrize(("layer", "shape"), LAYERS.values(), ids=LAYERS)
 def test_a_layer_of_floats_given_another_dtype(layer, shape, dtype):
     message = _raised(layer, jnp.ones(shape, dtype), shape=shape)
-    hint = f"argument 0 is {dtype}, and nothing is cast for you: pass `x.astype(jax.numpy.float32)`"
-    assert hint in message
+    cast = "pass `x.astype(jax.numpy.float32)`"
+    wanted = f"argument 0 is {dtype}, and nothing is cast for you: {cast}"
+    assert wanted in message
     assert "int64" not in message
     whole = from_torch(layer) if isinstance(layer, nn.Module) else torch2jax(layer)
     assert whole(jnp.ones(shape, dtype).astype(jnp.float32)).shape == shape
@@ -143,6 +144,6 @@ def test_with_64_bits_nothing_is_held_in_32():
 def test_the_message_of_a_loss_of_class_labels_on_a_gpu():
     text = "\"nll_loss_forward_reduce_cuda_kernel_2d_index\" not implemented for 'Int'"
     inputs = [("argument 0", torch.float32), ("argument 1", torch.int32)]
-    assert dtype_hint(RuntimeError(text), inputs, x64=False) == INT64
+    assert hint(RuntimeError(text), inputs, x64=False) == INT64
     other = re.sub("_index", "", text)
-    assert "argument 1 is int32" in dtype_hint(RuntimeError(other), inputs, x64=False)
+    assert "argument 1 is int32" in hint(RuntimeError(other), inputs, x64=False)

@@ -8,7 +8,7 @@ import torch
 
 from eqx_torch import ShapeError, Size
 from eqx_torch._ambient import Ambient
-from eqx_torch._program import Site, Spec, TorchFunction
+from eqx_torch._program import Plain, Site, Spec, TorchFunction
 from eqx_torch._shapes import Declaration, Inference
 from eqx_torch._trees import flatten
 
@@ -23,7 +23,7 @@ def _infer(declared, *specs, f=torch.sin, declared_for=None):
         (None,) * len(specs),
         Ambient.capture(),
     )
-    inference = Inference(TorchFunction(f, name="f"), Declaration(declared, None, declared_for))
+    inference = Inference(TorchFunction(Plain(f, "f")), Declaration(declared, None, declared_for))
     outputs = inference(site, specs)
     assert inference(site, specs) is outputs
     return outputs

@@ -17,29 +17,33 @@ from .test_explicit_sharding import explicit_mesh, put
 F32 = np.dtype("float32")
 
 
+def _plan(arrays, out_specs):
+    return plan("f", [jax.typeof(x) for x in arrays], out_specs)
+
+
 def test_without_a_mesh_there_is_nothing_to_split():
-    assert plan("f", [jnp.ones(3)], None) is None
-    assert plan("f", [jnp.ones(3)], P("x")) is None
-    assert plan("f", [], None) is None
+    assert _plan([jnp.ones(3)], None) is None
+    assert _plan([jnp.ones(3)], P("x")) is None
+    assert _plan([], None) is None
 
 
 def test_a_plan_has_the_axes_in_use():
     mesh = explicit_mesh(2, 4)
     x, y = put(jnp.ones((8, 8)), mesh, "x", None), put(jnp.ones(8), mesh)
-    split = plan("f", [x, y, jnp.ones(3)], P("x"))
+    split = _plan([x, y, jnp.ones(3)], P("x"))
     assert split.axes == {"x"}
     assert [tuple(s) for s in split.in_specs[:2]] == [("x", None), (None,)]
-    assert plan("f", [y], None) is None
-    both = plan("f", [put(jnp.ones(8), mesh, ("x", "y"))], P(("x", "y")))
+    assert _plan([y], None) is None
+    both = _plan([put(jnp.ones(8), mesh, ("x", "y"))], P(("x", "y")))
     assert both.axes == {"x", "y"}
 
 
 def test_auto_axes_are_not_split():
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit, AxisType.Auto))
     x = put(jnp.ones((8, 8)), mesh, "x", None)
-    assert plan("f", [x], P("x")).axes == {"x"}
+    assert _plan([x], P("x")).axes == {"x"}
     with pytest.raises(ShardingError, match="names the Auto mesh axes"):
-        plan("f", [x], P("x", "y"))
+        _plan([x], P("x", "y"))
 
 
 @pytest.mark.parametrize(

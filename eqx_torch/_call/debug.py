@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from .._errors import InputError
-from .._program import input_label, Program, same_bits, Tensors
+from .._program import Program, same_bits, Tensors
 from .poison import poison
 
 
@@ -50,7 +50,7 @@ def _refuse_writes(program: Program, inputs: Tensors, copies: list[torch.Tensor]
     pairs = enumerate(zip(inputs, copies, strict=True))
     written = [i for i, (x, copy) in pairs if not same_bits(x, copy)]
     if written:
-        names = ", ".join(input_label(program.leaf, i) for i in written)
+        names = ", ".join(map(program.leaf.input_label, written))
         raise InputError(
             f"`{program.leaf.name}` has changed its input {names}, which is a JAX array, in a way "
             "that torch does not notice (by NumPy, `x.data` or a kernel of its own), so that no "

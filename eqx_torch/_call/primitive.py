@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-from .._compat import output_aval, varying_axes
+from .._compat import output_aval, outside_of_transformations, varying_axes
 from .._errors import ShardingError
 from .._program import Program
 
@@ -25,6 +25,8 @@ torch_call_p.multiple_results = True
 
 def call(program: Program, *arrays: Any) -> list[Any]:
     """Evaluates a program. Every array inside a program's rules goes through here."""
+    if outside_of_transformations():
+        return impl(*arrays, program=program)
     return torch_call_p.bind(*align(arrays), program=program)
 
 

@@ -86,12 +86,12 @@ def _evaluator(program: Program, pending: Sequence[Failure]) -> Callback:
 def _on_buffers(program: Program) -> Callable[[Sequence[Any]], tuple[()]]:
     """Evaluates a program in a thread without settings of its own."""
     count = len(program.ins)
-    evaluate = program.runner()
+    evaluate = program.run
     if program.leaf.is_interposed:
         evaluate = with_interposed(evaluate)
     if debugging():
         evaluate = debugged(program, evaluate)
-    function = program.leaf.function
+    code = program.leaf.function.code
 
     def run(buffers: Sequence[Any]) -> tuple[()]:
         tensors = [from_dlpack(b.__dlpack__()) for b in buffers]
@@ -109,6 +109,6 @@ def _on_buffers(program: Program) -> Callable[[Sequence[Any]], tuple[()]]:
         try:
             return run(buffers)
         finally:
-            function.release()
+            code.release()
 
-    return run_and_release if function.borrows else run
+    return run_and_release if code.isolated else run

@@ -12,17 +12,16 @@ import torch
 
 from .._arrays import t2j
 from .._compat import called_by_make_with_state
-from .._dtypes import canonical_dtype, dtype_t2j, is_inexact
 from .._errors import InputError, ModuleError
 from .._examples import Examples, widened
 from .._function import check_keywords, check_options, lock_of
 from .._invoke import Infer
 from .._probe import probe, Question
-from .._program import Compiled, Lock, Residuals, VmapMethod
+from .._program import Lock, Residuals, TorchFunction, VmapMethod
 from .._shapes import OutputShapes
 from .blueprint import Blueprint, Names
-from .core import Core, Options, signature_of
-from .function import ModuleFunction
+from .core import Core, Options, restored_own, signature_of
+from .function import ModuleCode
 from .layers import changing_buffers, check_convertible, check_shards, is_training
 from .module import TorchModule
 from .stale import warn_of_stale
@@ -115,7 +114,7 @@ def from_torch(
         core=core,
     )
     if examples is not None:
-        _infer(module, names, not is_training(module), core.infer, example_args, example_kw)
+        _infer(core.code, module, not is_training(module), core.infer, example_args, example_kw)
     return model
 
 
@@ -171,46 +170,30 @@ def _found_changing(
     example_kw: dict[str, Any] | None,
 ) -> set[str]:
     """The buffers that one run in training mode changes."""
-    function = ModuleFunction(
-        Blueprint(module, names),
-        options.method,
-        name=type(module).__name__,
-        lock=None,
-        depth=None,
-        vmap_method="torch",
-        residuals="recompute",
-        compiled=Compiled(),
-    )
-    function.tells = False  # the model's own function will
+    code = ModuleCode(Blueprint(module, names), options.method)
+    code.tells = False  # the model's own will
+    function = TorchFunction(code)
     ask = lambda site, specs, _, values: probe(Question(function, site, specs), values)  # noqa: E731
-    _infer(module, names, False, ask, example_args, example_kw)
-    return function.changed_state
+    _infer(code, module, False, ask, example_args, example_kw)
+    return code.changed_state
 
 
 def _infer(
+    code: ModuleCode,
     module: torch.nn.Module,
-    names: Names,
     inference: bool,
     infer: Infer,
     example_args: Sequence[Any],
     example_kw: dict[str, Any] | None,
 ) -> None:
     """Infers what a call like the examples returns, with parameters and state in front."""
-    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    parameters = tuple(tensors[name] for name in names.parameters)
-    state = tuple(tensors[name] for name in names.state)
-    own = (
-        tuple(jax.ShapeDtypeStruct(p.shape, canonical_dtype(p.dtype)) for p in parameters),
-        tuple(jax.ShapeDtypeStruct(b.shape, _state_dtype(b.dtype)) for b in state),
-    )
-    rest = (False, inference, *example_args)
-    calls = Examples(type(module).__name__, (*own, *rest), example_kw or {})
-    calls.infer(infer, (parameters, state, *rest), example_kw)
-
-
-def _state_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """Integers are given back their 64 bits before torch sees them."""
-    return canonical_dtype(dtype) if is_inexact(dtype) else dtype_t2j(dtype)
+    names = code.blueprint.names
+    named = dict(module.named_parameters()) | dict(module.named_buffers())
+    tensors = [named[name] for name in (*names.parameters, *names.state)]
+    restored = restored_own([t.dtype for t in tensors], len(names.parameters))
+    examples = Examples(code.name, example_args, example_kw or {})
+    own = code.own[inference, False]
+    examples.infer(infer, example_args, example_kw, own, tensors, restored)
 
 
 def _check_method(module: torch.nn.Module, method: Any) -> None:

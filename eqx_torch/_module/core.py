@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec
 from .._annotations import read_signature_for, Signature
 from .._dtypes import canonical_dtype, dtype_t2j
 from .._examples import Annotated, Examples
-from .._invoke import Arguments, Restored
-from .._program import Compiled, Lock, Residuals, Site, Spec, VmapMethod
+from .._invoke import Call, Prepared, Restored
+from .._program import Compiled, Lock, Residuals, Site, Spec, TorchFunction, VmapMethod
 from .._shapes import Declaration, Inference, OutputShapes
 from .blueprint import Blueprint
-from .function import ModuleFunction
+from .function import ModuleCode
 from .layers import changing_buffers, drawing_layers
 
 
@@ -57,8 +57,10 @@ class Core:
         blueprint: the module without its tensors.
         dtypes: torch's own dtypes of the parameters and of the state.
         examples: of the method's arguments, if there are any.
+        code: the method, as the code of the function.
         function: the method as a torch function.
         infer: gives the outputs of the function.
+        known: the calls that have been prepared, by their keys.
     """
 
     def __init__(
@@ -72,12 +74,11 @@ class Core:
         self.dtypes = dtypes
         self.options = options
         self.examples = examples
-        self.name = type(blueprint.module).__name__
         self._compiled = Compiled()
-        self.function = ModuleFunction(
-            blueprint,
-            options.method,
-            name=self.name,
+        self.code = ModuleCode(blueprint, options.method)
+        self.name = self.code.name
+        self.function = TorchFunction(
+            self.code,
             lock=options.lock,
             depth=options.depth,
             vmap_method=options.vmap_method,
@@ -88,6 +89,7 @@ class Core:
         self._annotations = Annotated(signature)
         declaration = _ModuleDeclaration(blueprint, options, signature, examples)
         self.infer = Inference(self.function, declaration)
+        self.known: dict[Hashable, Prepared] = {}
 
     @functools.cached_property
     def shapes(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
@@ -102,16 +104,10 @@ class Core:
         """The names of the method's arguments."""
         return argument_names(self.blueprint.module, self.options.method)
 
-    def restored(self, user: Arguments) -> Restored:
-        """The torch dtypes to give to parameters, state and arguments before torch sees them.
-
-        Integer state (the batch counter of BatchNorm) and example arguments are given back the 64
-        bits that JAX may not have; parameters compute in the precision that JAX has.
-        """
-        count = len(self.blueprint.parameters)
-        state = tuple(_restored_state(dtype) for dtype in self.dtypes[count:])
-        arguments = (self.examples or self._annotations).restored(user)
-        return (None,) * count + state + (arguments or (None,) * len(user.specs()))
+    def restored(self, call: Call) -> Restored:
+        """The torch dtypes to give to parameters, state and arguments before torch sees them."""
+        own = restored_own(self.dtypes, len(self.blueprint.parameters))
+        return own + (self.examples or self._annotations).restored(call)
 
     def draws(
         self, site: Site, in_specs: tuple[Spec, ...], inference: bool
@@ -136,10 +132,15 @@ class Core:
         """The buffers that torch's own layers change."""
         return frozenset(changing_buffers(self.blueprint.module))
 
+    @functools.cached_property
+    def changing(self) -> dict[bool, list[str]]:
+        """The state that a call may change, by whether the model is evaluated."""
+        return {inference: self.blueprint.changing(inference) for inference in (False, True)}
+
     def keeps_state(self, inference: bool) -> bool:
         """Whether a call in this mode leaves the state as it is: statistics are only read."""
         own = self.blueprint.names.state
-        return self.statistics.issuperset(own) and not self.blueprint.changing(inference)
+        return self.statistics.issuperset(own) and not self.changing[inference]
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -171,16 +172,17 @@ class _ModuleDeclaration(Declaration):
         examples: Examples | None,
     ) -> None:
         super().__init__(options.output_shapes, signature, examples and examples.specs)
-        self._own = len(blueprint.parameters) + len(blueprint.state)
+        count = len(blueprint.parameters)
+        self._state = range(count, count + len(blueprint.state))
 
     def outputs(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], in_specs: tuple[Spec, ...]
     ) -> tuple[Any, str] | None:
-        _, state, _, _, *rest = args
-        declared = super().outputs(rest, kwargs, in_specs[self._own :])
+        declared = super().outputs(args, kwargs, in_specs[self._state.stop :])
         if declared is None:
             return None
         shapes, source = declared
+        state = (jax.ShapeDtypeStruct(*in_specs[i]) for i in self._state)
         return (shapes, *state), source
 
 
@@ -196,6 +198,15 @@ def argument_names(module: torch.nn.Module, method: str) -> frozenset[str]:
         return frozenset(inspect.signature(getattr(module, method)).parameters)
     except (TypeError, ValueError):
         return frozenset()
+
+
+def restored_own(dtypes: Sequence[torch.dtype], count: int) -> Restored:
+    """The torch dtypes to give to `count` parameters, and to the state, before torch sees them.
+
+    Integer state (the batch counter of BatchNorm) is given back the 64 bits that JAX may not have;
+    parameters compute in the precision that JAX has.
+    """
+    return (None,) * count + tuple(map(_restored_state, dtypes[count:]))
 
 
 def _restored_state(dtype: torch.dtype) -> torch.dtype | None:

@@ -1,38 +1,25 @@
-"""A module's method as a torch function of its parameters, its changing buffers and arguments.
+"""A module's method as the code of a torch function.
 
-The function takes `(parameters, state, seed, inference, *args), kwargs` and returns a tuple of the
-method's result and each of the new buffers. What a call borrows (a skeleton, a random generator) it
-holds until the program it is part of is done: the backward of `torch.utils.checkpoint`, of hooks
-and of adjoint solvers reads the module again, and must find the parameters of this very call.
+Its inputs are the parameters, the changing buffers and, where it draws random numbers, a seed; then
+those of the method. It returns a tuple of the method's result and each of the new buffers. What a
+call borrows (a skeleton, a random generator) it holds until the program it is part of is done: the
+backward of `torch.utils.checkpoint`, of hooks and of adjoint solvers reads the module again, and
+must find the parameters of this very call.
 """
 
 import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from .._errors import ModuleError
-from .._program import (
-    Compiled,
-    drawing_from,
-    Kept,
-    Learnt,
-    Lock,
-    own_generator,
-    Residuals,
-    Site,
-    Spec,
-    Tensors,
-    TorchFunction,
-    VmapMethod,
-)
-from .._scripts import scripts_near
-from .._trees import flatten, flatten_result, Structure
+from .._program import drawing_from, Kept, Learnt, Own, own_generator, Run, Site, Spec, Tensors
+from .._trees import flatten_result, Structure
 from .._watch import Draws, storage_key, Watch
 from .blueprint import Blueprint, Skeleton
 from .layers import projection
@@ -46,43 +33,24 @@ _CPU = torch.device("cpu")
 _UNCHANGED = contextlib.nullcontext()
 
 
-class ModuleFunction(TorchFunction):
-    """See the module's docstring. Equal where blueprint, method and options are.
+class ModuleCode:
+    """See the module's docstring. Equal where blueprint and method are.
 
     Attributes:
         changed_state: the buffers that the last trial changed.
         tells: whether it warns of what calls leave behind.
     """
 
-    randomness = "same"
-    borrows = True
     isolated = True
-    own_arguments = 4  # parameters, state, seed, inference
 
-    def __init__(
-        self,
-        blueprint: Blueprint,
-        method: str,
-        *,
-        name: str,
-        lock: Lock | None,
-        depth: int | None,
-        vmap_method: VmapMethod,
-        residuals: Residuals,
-        compiled: Compiled,
-    ) -> None:
-        super().__init__(
-            getattr(blueprint.module, method),
-            name=name,
-            lock=lock,
-            depth=depth,
-            vmap_method=vmap_method,
-            residuals=residuals,
-            compiled=compiled,
-        )
+    def __init__(self, blueprint: Blueprint, method: str) -> None:
         self.blueprint = blueprint
         self.method = method
-        self.own_inputs = len(blueprint.parameters) + len(blueprint.state)
+        self.name = type(blueprint.module).__name__
+        self.python = getattr(blueprint.module, method)
+        self.near = blueprint.module
+        self.num_own = len(blueprint.parameters) + len(blueprint.state)
+        self.copies = range(len(blueprint.parameters), self.num_own)
         self.changed_state: set[str] = set()
         self.tells = True
         self._held = _Held()
@@ -90,40 +58,55 @@ class ModuleFunction(TorchFunction):
         self._left: tuple[Any, Any, Any] = ((), (), ())  # by the last trial
         self._told: set[str] = set()
 
-    def _key(self) -> Hashable:
-        own = self.blueprint, self.method, self.lock
-        return own, self.depth, self.vmap_method, self.residuals
-
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return isinstance(other, ModuleFunction) and self._key() == other._key()
+        if not isinstance(other, ModuleCode):
+            return False
+        return self.method == other.method and self.blueprint == other.blueprint
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash((self.blueprint, self.method))
 
-    def prepared(self, site: Site, learnt: Learnt) -> Callable[[Tensors, bool], Any]:
-        count = len(self.blueprint.parameters)
-        state = count + len(self.blueprint.state)
-        mode = site.statics[state + 1]
-        assert mode is not None
-        has_seed, inference, rest = self.draws_at(site), mode.value, site.rest(self.own_arguments)
-        habits = learnt.habits
+    @functools.cached_property
+    def own(self) -> dict[tuple[bool, bool], Own]:
+        """The inputs before those of the method, by whether it is evaluated and has a seed."""
+        names, parameters = self.blueprint.names, enumerate(self.blueprint.parameters)
+        labels = tuple(f"parameter {name}" for name in names.parameters)
+        labels += tuple(f"buffer {name}" for name in names.state)
+        trained = frozenset(i for i, p in parameters if p.requires_grad)
+        return {
+            (inference, seeded): Own(
+                (*labels, "key") if seeded else labels,
+                trained,
+                len(labels) if seeded else None,
+                inference,
+            )
+            for inference in (False, True)
+            for seeded in (False, True)
+        }
+
+    def prepared(self, site: Site, learnt: Learnt) -> Run:
+        own = site.own
+        assert own is not None
+        count, end_of_state, first = self.copies.start, self.num_own, len(own)
+        seed, inference, habits = own.seed, own.inference, learnt.habits
 
         def call(arrays: Tensors, functional: bool) -> Any:
             pool = self.blueprint.pool(arrays[0].device if arrays else _CPU)
             skeleton = pool.borrow()
             skeleton.set_mode(inference)
-            args, kwargs = rest.arguments(arrays[state + has_seed :])
+            args, kwargs = site.arguments(arrays[first:])
             parameters = arrays[:count]
             # To look for what a call leaves behind takes long, and one look tells whether it does.
             usual = habits.get(functional)
             seen = () if functional else parameters
             look = _Look(skeleton, seen) if usual is None or usual else None
             tried = learnt.written is not None
-            skeleton.bind(parameters, [b.clone() for b in arrays[count:state]])
+            skeleton.bind(parameters, [b.clone() for b in arrays[count:end_of_state]])
             self._held.items.append(skeleton.unbind)
-            with self._seeding(arrays[state]) if has_seed else self._unseeded(inference):
+            drawing = self._unseeded(inference) if seed is None else self._seeding(arrays[seed])
+            with drawing:
                 result = self._run(skeleton, args, kwargs)
             new_state = skeleton.state()
             changed = skeleton.changed_constants()
@@ -164,57 +147,33 @@ class ModuleFunction(TorchFunction):
         _end(self._held.random)
         return Kept(guard, lambda: _end(items))
 
-    def draws_at(self, site: Site) -> bool:
-        return site.statics[self.own_inputs] is None
-
-    def must_loop(self, site: Site, in_axes: Sequence[int | None]) -> bool:
-        """A batch with a key for each member is drawn member by member."""
-        keyed = self.draws_at(site) and in_axes[self.own_inputs] is not None
-        return keyed or super().must_loop(site, in_axes)
-
-    @functools.cached_property
-    def scripts(self) -> tuple[torch.jit.ScriptModule, ...]:
-        return scripts_near(self.blueprint.module)
-
-    def may_require_gradient(self, i: int) -> bool:
-        own = self.blueprint.parameters
-        return i < len(own) and own[i].requires_grad
-
-    def label(self, path: str) -> str:
-        if not path.startswith("[0]"):
-            return super().label(path)
-        index, _, rest = path.removeprefix("[0][").partition("]")
-        names = self.blueprint.names
-        if int(index) >= self.own_arguments:
-            return super().label(f"[0][{int(index) - self.own_arguments}]{rest}")
-        if int(index) == 2:
-            return "key"
-        kind, own = (("parameter", names.parameters), ("buffer", names.state))[int(index)]
-        return f"{kind} {own[int(rest[1:-1])]}"
-
     def output_label(self, path: str) -> str:
         index, _, rest = path.removeprefix("[").partition("]")
         if index == "0":
-            return super().output_label(rest)
+            return f"output{rest}" if rest else ""
         return f"buffer {self.blueprint.names.state[int(index) - 1]}"
 
     def of_result(self, structure: Structure) -> Structure:
         return flatten_result(structure.unflatten(range(structure.num_leaves))[0])[1]
 
     @contextlib.contextmanager
-    def trial(self, watch: Watch) -> Iterator[Callable[[Sequence[Any], Mapping[str, Any]], Any]]:
-        skeleton = self.blueprint.pool(torch.device("cpu")).new()
+    def trial(self, site: Site, watch: Watch) -> Iterator[Callable[[Tensors], Any]]:
+        own = site.own
+        assert own is not None
+        skeleton = self.blueprint.pool(_CPU).new()
         modes = contextlib.ExitStack()
 
-        def run(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-            parameters, state, _, inference, *rest = args
-            skeleton.set_mode(inference)
-            skeleton.place_constants(_device(args, kwargs))
+        def run(arrays: Tensors) -> Any:
+            parameters = arrays[: self.copies.start]
+            state = arrays[self.copies.start : self.num_own]
+            args, kwargs = site.arguments(arrays[len(own) :])
+            skeleton.set_mode(own.inference)
+            skeleton.place_constants(arrays[0].device if arrays else _CPU)
             _LayerNames(skeleton.module, watch)
             look = _Look(skeleton, parameters)
             modes.enter_context(_unoptimised(skeleton.module))
             skeleton.bind(parameters, state)
-            result = self._run(skeleton, rest, kwargs)
+            result = self._run(skeleton, args, kwargs)
             new_state = skeleton.state()
             triples = zip(self.blueprint.names.state, state, new_state, strict=True)
             self.changed_state = {
@@ -234,7 +193,7 @@ class ModuleFunction(TorchFunction):
             if numbers:  # some are set once for all, others are another number with every call
                 skeleton.bind(parameters, state)
                 with contextlib.suppress(Exception):
-                    self._run(skeleton, rest, kwargs)
+                    self._run(skeleton, args, kwargs)
                 skeleton.unbind()
                 again = {path: new for path, _, new in skeleton.trace.numbers(changes)}
                 numbers = [number for number in numbers if again.get(number[0]) != number[2]]
@@ -244,25 +203,11 @@ class ModuleFunction(TorchFunction):
         with modes:
             yield run
 
-    def learn(
-        self, site: Site, in_specs: tuple[Spec, ...], written: frozenset[int], draws: Sequence[str]
-    ) -> None:
-        learnt = self.findings.at(site, in_specs)
-        # The state is cloned before it is bound, whether or not it is written.
-        learnt.written = written.difference(range(len(self.blueprint.parameters), self.own_inputs))
-        learnt.draws = tuple(dict.fromkeys(draws))
-        inference = site.statics[self.own_inputs + 1]
-        assert inference is not None
-        self._quiet.add(inference.value)
+    def warn(self, site: Site, draws: Sequence[str]) -> None:
+        del draws  # with them calls need a key
+        assert site.own is not None
+        self._quiet.add(site.own.inference)
         self._tell(*self._left)
-
-    def learn_seeded(self, site: Site, in_specs: tuple[Spec, ...], seeded: Site, seed: int) -> None:
-        """Takes note that a call with a seed, its input number `seed`, does as one without."""
-        written = self.findings.at(site, in_specs).written
-        if written is not None:
-            specs = (*in_specs[:seed], SEED, *in_specs[seed:])
-            moved = frozenset(i + (i >= seed) for i in written)
-            self.findings.at(seeded, specs).written = moved
 
     def _run(self, skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.method == "forward":
@@ -362,12 +307,6 @@ class _Look:
 def _memory(tensor: torch.Tensor) -> tuple[Any, int]:
     """Where a tensor's contents are, and how often they were written to."""
     return storage_key(tensor), tensor._version
-
-
-def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    """The device of the first tensor."""
-    tensors = (x for x in flatten((args, kwargs))[0] if isinstance(x, torch.Tensor))
-    return next((x.device for x in tensors), _CPU)
 
 
 def _is_untried(number: Any, tried: bool, leaves: Sequence[Any]) -> bool:

@@ -1,6 +1,5 @@
 """`state=` and `key=` of a call, which are ours among arguments that are torch's."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -25,7 +24,7 @@ class Keywords:
         InputError: `state=` is no state, `key=` not one key, or either stands elsewhere.
     """
 
-    def __init__(self, core: Core, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def __init__(self, core: Core, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.rest = dict(kwargs)
         self.state: eqx.nn.State | None = None
         self.key: jax.Array | None = None
@@ -34,7 +33,7 @@ class Keywords:
             self.state = _checked_state(core, self.rest.pop("state", None))
         if "key" not in core.arguments or is_key(key):
             self.key = _checked_key(core, self.rest.pop("key", None))
-        _refuse_elsewhere(core, (tuple(args), self.rest))
+        _refuse_elsewhere(core, (args, self.rest))
 
 
 def _checked_state(core: Core, state: Any) -> eqx.nn.State | None:

@@ -1,18 +1,16 @@
 """`TorchModule`: a torch module as an Equinox module."""
 
-from collections.abc import Mapping, Sequence
+import dataclasses
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.core
-import numpy as np
 from jax.sharding import AxisType
 
 from .._compat import axes_of_type
 from .._errors import InputError, ModuleError
-from .._invoke import Arguments, invoke, outputs_of
-from .._program import Outputs
+from .._invoke import Call, divided, outputs_of, Prepared, prepared
 from .._sharding import check_on_mesh, check_whole, ON_THE_MESH
 from .attributes import missing_attribute
 from .core import Core
@@ -99,15 +97,27 @@ class TorchModule(eqx.nn.StatefulLayer):
             >>> y.shape
             (8, 3)
         """
-        own = Keywords(self.core, args, kwargs)
+        core = self.core
+        own = Keywords(core, args, kwargs)
+        names = core.blueprint.names
         buffers = self._buffers_for(own.state)
-        result, *new_buffers = _run(self, buffers, own.key, args, own.rest)
+        call = Call(
+            core.name,
+            args,
+            own.rest,
+            core.code.own[bool(self.inference), False],
+            [*map(self.params.__getitem__, names.parameters), *map(buffers.get, names.state)],
+            also=None if own.key is None else jax.typeof(own.key),
+        )
+        alike = core.known.get(call.key) or _prepare(core, call, own.key)
+        if own.key is not None and alike.leaf.site.seed is not None:
+            call.arrays.insert(call.num_own, seed_of(own.key))
+        result, *new_buffers = alike(call.arrays)
         if own.state is None:
             return result
-        if self.buffers is None or self.core.keeps_state(bool(self.inference)):
+        if self.buffers is None or core.keeps_state(bool(self.inference)):
             return result, own.state
-        names = self.core.blueprint.names.state
-        new = dict(zip(names, new_buffers, strict=True))
+        new = dict(zip(names.state, new_buffers, strict=True))
         return result, _updated(own.state, self.buffers, new)
 
     def __getattr__(self, name: str) -> Any:
@@ -142,57 +152,45 @@ class TorchModule(eqx.nn.StatefulLayer):
             return {}
         if state is not None:
             return _without_derivatives(self.core, own_buffers(self.core, self.buffers, state))
-        changing = self.core.blueprint.changing(self.inference)
+        changing = self.core.changing[bool(self.inference)]
         init = self.buffers.init
         if changing or not isinstance(init, dict):
             raise ModuleError(_missing_state(self.core, changing, isinstance(init, dict)))
         return _without_derivatives(self.core, init)
 
 
-def _run(
-    module: TorchModule,
-    buffers: dict[str, jax.Array],
-    key: jax.Array | None,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> Any:
-    core = module.core
-    inference = bool(module.inference)
-    names = core.blueprint.names
-    check_arrays(core, module.params, buffers)
-    tensors = (
-        tuple(module.params[name] for name in names.parameters),
-        tuple(buffers[name] for name in names.state),
-    )
-    arguments = Arguments(core.function, (*tensors, False, inference, *args), kwargs)
-    others = [x for x in arguments.arrays() if not any(x is b for b in buffers.values())]
+def _prepare(core: Core, call: Call, key: jax.Array | None) -> Prepared:
+    """Finds out what is the same in all calls that are alike."""
+    function, out_specs, own = core.function, core.options.out_specs, call.own
+    assert own is not None
+    _check_own(core, call)
+    restored = core.restored(call)
+    site = call.site(restored)
+    state = core.code.copies
+    buffers = dict(zip(core.blueprint.names.state, call.arrays[state.start :], strict=False))
+    others = [t for i, t in enumerate(call.types) if i not in state]
     check_on_mesh(core.name, "buffer", buffers, others)
-    restored = core.restored(Arguments(core.function, args, kwargs))
-    site = arguments.site(restored)
-    out_specs = core.options.out_specs
-    _, shards, outputs = outputs_of(core.function, core.infer, arguments, site, out_specs)
-    draws = core.draws(site, shards, inference)
+    split, shards = divided(function, site, call.types, out_specs)
+    outputs = outputs_of(core.infer, call, site, split, shards)
+    draws = core.draws(site, shards, own.inference)
     if draws and key is None:
-        raise ModuleError(missing_key(core.name, draws, inference))
+        raise ModuleError(missing_key(core.name, draws, own.inference))
     seed = None
     if key is not None and draws != ():
-        seed = len(module.params) + len(buffers)
-        seeded = (*tensors, seed_of(key), inference, *args)
-        arguments = Arguments(core.function, seeded, kwargs)
+        seed, written = len(own), function.findings.at(site, shards).written
+        own = core.code.own[own.inference, True]
         restored = (*restored[:seed], None, *restored[seed:])
-        core.function.learn_seeded(site, shards, arguments.site(restored), seed)
-
-    def known(*_: Any) -> Outputs:
-        return outputs
-
-    return invoke(
-        core.function,
-        known,
-        arguments,
-        restored=restored,
-        out_specs=out_specs,
-        per_shard=ModuleShards(seed, len(buffers)),
-    )
+        site = dataclasses.replace(site, own=own, restored=restored)
+        types = (*call.types[:seed], jax.typeof(seed_of(key)), *call.types[seed:])
+        split, shards = divided(function, site, types, out_specs)
+        if written is not None:  # with a seed it does as without
+            written = frozenset(i + (i >= seed) for i in written)
+            function.findings.at(site, shards).written = written
+    per_shard = ModuleShards(seed, len(state))
+    new = prepared(function, site, split, shards, outputs, out_specs=out_specs, per_shard=per_shard)
+    if not outputs.by_values:
+        core.known[call.key] = new
+    return new
 
 
 def _updated(
@@ -232,25 +230,15 @@ def _without_derivatives(core: Core, buffers: dict[str, jax.Array]) -> dict[str,
     return buffers | {n: jax.lax.stop_gradient(buffers[n]) for n in traced}
 
 
-def check_arrays(core: Core, params: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
+def _check_own(core: Core, call: Call) -> None:
     """Raises unless the arrays of a model are what its torch module has, whole on every device."""
-    for what, arrays, shapes in (
-        ("parameter", params, core.shapes[0]),
-        ("buffer", buffers, core.shapes[1]),
-    ):
-        if not arrays:
-            continue
-        for name, shape in shapes.items():
-            if arrays[name] is None:
-                raise InputError(
-                    f"the {what} {name} of `{core.name}` is None: this is part of a model. "
-                    "Put it together before calling it, `eqx.combine(params, rest)`."
-                )
-            aval = jax.typeof(arrays[name])
-            if aval.shape != shape:
-                raise InputError(misshapen(core, f"{what} {name}", arrays[name], shape))
-            if not aval.sharding.mesh.empty:
-                check_whole(core.name, f"{what} {name}", aval, _GATHERED[what])
+    shapes = (*core.shapes[0].values(), *core.shapes[1].values())
+    labels = call.own.labels if call.own else ()
+    for label, aval, shape in zip(labels, call.types, shapes, strict=False):
+        if aval.shape != shape:
+            raise InputError(misshapen(core, label, aval.shape, shape))
+        if not aval.sharding.mesh.empty:
+            check_whole(core.name, label, aval, _GATHERED[label.partition(" ")[0]])
 
 
 _GATHERED = {
@@ -260,12 +248,9 @@ _GATHERED = {
 }
 
 
-def misshapen(core: Core, what: str, array: Any, shape: tuple[int, ...]) -> str:
-    """The message for an array of another shape than the torch module has."""
-    has = (
-        f"the {what} of `{core.name}` has shape {list(np.shape(array))}, but the torch module has "
-    )
-    own = np.shape(array)
+def misshapen(core: Core, what: str, own: tuple[int, ...], shape: tuple[int, ...]) -> str:
+    """The message for an array of the shape `own`, where the torch module has another."""
+    has = f"the {what} of `{core.name}` has shape {list(own)}, but the torch module has "
     if own[-len(shape) or len(own) :] == shape:
         return (
             f"{has}{list(shape)}. If this is a stack of modules, call it under `eqx.filter_vmap`, "

@@ -161,8 +161,9 @@ def _check_shapes(core: Core, arrays: Mapping[str, Any]) -> None:
     """torch would broadcast what has another shape."""
     for what, shapes in zip(("parameter", "buffer"), core.shapes, strict=True):
         for name, shape in shapes.items():
-            if np.shape(arrays[name]) != shape:
-                raise ModuleError(misshapen(core, f"{what} {name}", arrays[name], shape))
+            own = np.shape(arrays[name])
+            if own != shape:
+                raise ModuleError(misshapen(core, f"{what} {name}", own, shape))
 
 
 def _core_for(model: TorchModule, module: torch.nn.Module, names: Names) -> Core:

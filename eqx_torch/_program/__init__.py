@@ -8,19 +8,20 @@ from .base import (
     TOKEN as TOKEN,
 )
 from .batch import Vmap as Vmap
-from .bits import same_bits as same_bits
 from .calculus import adjoint as adjoint, differential as differential, untaped as untaped
 from .derivative import Jvp as Jvp, Vjp as Vjp
-from .dtype_hints import dtype_hint as dtype_hint
 from .exclusive import EXCLUSIVE as EXCLUSIVE
 from .function import (
+    Code as Code,
     Compiled as Compiled,
     Findings as Findings,
     Learnt as Learnt,
     Lock as Lock,
     Outputs as Outputs,
+    Plain as Plain,
     PROCESS_LOCK as PROCESS_LOCK,
     Residuals as Residuals,
+    Run as Run,
     TorchFunction as TorchFunction,
     VmapMethod as VmapMethod,
 )
@@ -29,15 +30,10 @@ from .generators import (
     drawing_from as drawing_from,
     own_generator as own_generator,
 )
+from .hints import hint as hint
 from .interposed import interposing as interposing, with_interposed as with_interposed
-from .leaf import (
-    input_label as input_label,
-    Leaf as Leaf,
-    write_error as write_error,
-)
-from .leaves import ask_for_gradients as ask_for_gradients, on_leaves as on_leaves
-from .library_hints import library_hint as library_hint
+from .leaf import Leaf as Leaf, same_bits as same_bits, write_error as write_error
 from .record import Record as Record
 from .results import opened as opened
-from .site import argument_name as argument_name, Site as Site
+from .site import argument_name as argument_name, Own as Own, Site as Site
 from .tape import Kept as Kept, TAPES as TAPES

@@ -18,7 +18,7 @@ Programs are hashable and compare by value: equal ones share a trace and a compi
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -101,7 +101,7 @@ class Program(abc.ABC):
         return "forward"
 
     @abc.abstractmethod
-    def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
+    def run(self, inputs: Tensors, functional: bool) -> Tensors:
         """Evaluates the program.
 
         Args:
@@ -109,10 +109,6 @@ class Program(abc.ABC):
             functional: whether a transformation of `torch.func` is active around this call, so
                 that only `torch.func` may be used within it.
         """
-
-    def runner(self) -> Callable[[Tensors, bool], Tensors]:
-        """`run`, prepared for many calls."""
-        return self.run
 
     @abc.abstractmethod
     def broadcast(self, size: int, shared: Indices) -> "Program":

@@ -105,7 +105,7 @@ class Vmap(Derived):
             return self.inner.run(xs, functional=True)
 
         stacked = [axis or 0 for axis in self.out_axes]
-        randomness = self.leaf.function.randomness
+        randomness = self.leaf.randomness
         ys = batched(member, inputs, self.in_axes, stacked, self.size, randomness)
         outs = zip(ys, self.out_axes, strict=True)
         return [y.sum(0) if axis is None else y for y, axis in outs]
@@ -122,9 +122,9 @@ class Vmap(Derived):
         # Copies, since a function may ask for contiguous memory, or for all of a tensor's memory.
         xs = [x if a is None else x.select(a, i).clone(memory_format=_ROWS) for x, a in pairs]
         xs = [with_dense_gradient(x) if x.requires_grad else x for x in xs]
-        out = self.inner.run(xs, functional=False)
+        out = list(self.inner.run(xs, functional=False))
         if not any(x.requires_grad for x in xs):
-            self.leaf.function.release()
+            self.leaf.function.code.release()
         return out
 
 

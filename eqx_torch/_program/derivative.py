@@ -11,7 +11,6 @@ from .._compat import cached_weakly
 from .._errors import EqxTorchError
 from .base import Derivative, Indices, Kind, pick, Program, Spec, Tensors
 from .batch import batched_or_looped
-from .bits import observed
 from .forward import (
     double_backward,
     dual_numbers,
@@ -20,6 +19,7 @@ from .forward import (
     load_forward_mode,
 )
 from .function import LearntBackward
+from .leaf import observed
 from .reverse import functional_pullback, is_refusal, pullback, replayed_pullback
 from .tape import Tape, TAPES, TapeSite
 

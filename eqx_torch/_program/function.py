@@ -1,4 +1,14 @@
-"""The torch function at the bottom of a program, and what running it has taught about it."""
+"""The torch function at the bottom of a program, and what running it has taught about it.
+
+A `TorchFunction` is `Code` with the options that belong to it. `Plain` is the code of a function
+that a user has written; that of a module's method, which borrows a copy of the module for each
+call, is in `_module.function`.
+
+A forward that differentiates by its own parameters (the inner loop of MAML) or registers hooks on
+what it has computed finds, in torch, that parameters require gradients. Here inputs do only while a
+derivative is taken. So where torch says that this is missing, a function is run again on leaves
+that require them, and from then on at once.
+"""
 
 import contextlib
 import dataclasses
@@ -7,8 +17,8 @@ import inspect
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Literal, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,7 +32,7 @@ from .._watch import Watch
 from .._writers import Ways, ways_to_write
 from .base import Spec, Tensors
 from .interposed import is_narrow
-from .site import argument_name, Site
+from .site import Site
 from .tape import Kept
 
 
@@ -30,7 +40,15 @@ VmapMethod: TypeAlias = Literal["torch", "sequential", "broadcast_all", "expand_
 Residuals: TypeAlias = Literal["tape", "recompute"]
 Lock: TypeAlias = contextlib.AbstractContextManager[Any]
 
+Run: TypeAlias = Callable[[Tensors, bool], Any]
+
 PROCESS_LOCK = threading.RLock()
+
+_NO_GRADIENT = (
+    "does not require grad",
+    "doesn't require gradient",
+    "has requires_grad=False",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,181 +151,73 @@ class Compiled:
         self.by_program: dict[Any, Callable[..., Any]] = {}
 
 
-class TorchFunction:
-    """A Python function of torch tensors, with the options that belong to it.
-
-    Compares by identity; a subclass whose instances can be compared by value may do so.
+class Code(Protocol):
+    """What a `TorchFunction` runs.
 
     Attributes:
         name: what messages and jaxprs call it.
-        lock: held while it or one of its derivatives runs, if the user has asked for one.
-        depth: how often it may be differentiated, None for any number of times.
-        vmap_method: how a batch of it is computed.
-        findings: what is known about it.
-        residuals: whether forwards keep their graph for the backward, or backwards recompute.
-        compiled: weakly, its jitted programs.
-        randomness: what `torch.func.vmap` makes of random numbers.
-        borrows: whether calls hold something that `release` ends.
-        isolated: whether each call has modules of its own.
-        own_arguments: how many of the positional arguments are not the user's.
-        own_inputs: how many of the inputs are not the user's; they come first.
+        python: the function that the user has written.
+        near: where to look for what it may use.
+        num_own: how many of the inputs are not among the user's arguments; they come first.
+        copies: the inputs that it copies before it writes to them.
+        isolated: whether each call borrows modules that no other call can see, until `release`.
     """
 
-    randomness = "different"
-    borrows = False
-    isolated = False
-    own_arguments = 0
-    own_inputs = 0
+    name: str
+    python: Callable[..., Any]
+    near: Any
+    num_own: int
+    copies: range
+    isolated: bool
 
-    def __init__(
-        self,
-        python: Callable[..., Any],
-        *,
-        name: str,
-        lock: Lock | None = None,
-        depth: int | None = None,
-        vmap_method: VmapMethod = "torch",
-        residuals: Residuals = "tape",
-        compiled: Compiled | None = None,
-    ) -> None:
-        self.python = python
-        self.name = name
-        self.lock = lock
-        self.depth = depth
-        self.vmap_method: VmapMethod = vmap_method
-        self.residuals: Residuals = residuals
-        self.findings = Findings()
-        self.compiled = (lambda: None) if compiled is None else weakref.ref(compiled)
-
-    @contextlib.contextmanager
-    def trial(self, watch: Watch) -> Iterator[Callable[[Sequence[Any], Mapping[str, Any]], Any]]:
-        """The function, for one run under `watch`."""
-        del watch
-        yield lambda args, kwargs: self.python(*args, **kwargs)
-
-    def learn(
-        self, site: Site, in_specs: tuple[Spec, ...], written: frozenset[int], draws: Sequence[str]
-    ) -> None:
-        """Takes note of what a trial has shown."""
-        learnt = self.findings.at(site, in_specs)
-        learnt.written, learnt.draws = written, tuple(draws)
-        if draws:
-            warnings.warn(
-                f"`{self.name}` draws random numbers from torch's own generator: others on each "
-                "call, and on each computation of the forward by a backward. Pass random arrays "
-                "as arguments, or convert a module by `from_torch` and call it with `key=`.",
-                stacklevel=2,
-            )
-
-    def release(self) -> None:
-        """Ends what calls of this thread have left open for their backward."""
-        return
-
-    def keep(self) -> Kept:
-        """Keeps what calls of this thread have left open, for a backward in a later call."""
-        return Kept()
-
-    @functools.cached_property
-    def ways_to_write(self) -> Ways:
-        """How the code of it and of its derivatives could write to what it is given."""
-        return ways_to_write(self.python)
-
-    def may_write(self, count: int) -> frozenset[int]:
-        """Which of its inputs, `count` in all, the code could write to on some call."""
-        ways = self.ways_to_write
-        first = 0 if ways.unseen or ways.unrecorded else self.own_inputs
-        return frozenset(range(first, count) if ways.unseen or ways.in_place else ())
-
-    def lock_to_run(self) -> Lock | None:
-        """What is held while it or one of its derivatives runs."""
-        if self.lock is not None or self.isolated:
-            return self.lock
-        return PROCESS_LOCK if self.findings.swaps or seems_to_swap(self.python) else None
-
-    def lock_to_try(self) -> Lock | None:
-        """What is held while a trial runs, lest calls replace what it reads in a module."""
-        if self.lock is not None or self.isolated:
-            return self.lock
-        shares = reaches_module(self.python) or seems_to_swap(self.python)
-        return PROCESS_LOCK if shares else None
-
-    def draws_at(self, site: Site) -> bool:
-        """Whether it is given at this site what to draw random numbers from."""
-        del site
-        return False
-
-    @functools.cached_property
-    def holds_narrow(self) -> bool:
-        """Whether there are integers of less than 64 bits among the tensors near it."""
-        near = reachable(self.python)
-        return any(isinstance(x, torch.Tensor) and is_narrow(x.dtype) for x in near)
-
-    @functools.cached_property
-    def scripts(self) -> tuple[torch.jit.ScriptModule, ...]:
-        """The TorchScript modules near it, of which torch knows less than of others.
-
-        The derivatives of `torch.func` through a scripted module are wrong. And where one makes a
-        tensor of numbers, a run on fake tensors ends the process.
-        """
-        return scripts_near(self.python)
-
-    @functools.cached_property
-    def runs_on_fakes(self) -> bool:
-        """Whether a run on fake tensors may be tried."""
-        return not any(map(makes_tensors_of_numbers, self.scripts))
-
-    def must_loop(self, site: Site, in_axes: Sequence[int | None]) -> bool:
-        """Whether a batch with these axes of the inputs has to be computed one by one."""
-        del site, in_axes
-        return bool(self.scripts)
-
-    def label(self, path: str) -> str:
-        """How messages call the argument at a path: `[0][1]['a']` is in the second positional."""
-        return argument_name(path)
-
-    def described(self, site: Site, inputs: Sequence[str]) -> str:
-        """The inputs of a call by name, for messages, those that the user passed first."""
-        pairs = zip(site.paths, inputs, strict=True)
-        named = [f"{self.label(path)} {shown}" for path, shown in pairs]
-        named = [*named[self.own_inputs :], *named[: self.own_inputs]]
-        rest = f", {len(named) - 8} more" if len(named) > 8 else ""
-        return ", ".join(named[:8]) + rest if named else "no arrays"
-
-    def may_require_gradient(self, i: int) -> bool:
-        """Whether the input `i`, of a floating dtype, may require a gradient in torch."""
-        del i
-        return True
-
-    def misfit(self, site: Site) -> str:
-        """What is wrong with the number or the names of a call's arguments; nothing if right."""
-        args, kwargs = site.arguments([None] * len(site.paths))
-        try:
-            signature = inspect.signature(self.python)
-        except ValueError:  # of what is not written in Python
-            return ""
-        try:
-            signature.bind(*args[self.own_arguments :], **kwargs)
-        except TypeError as error:
-            return str(error)
-        return ""
-
-    def output_label(self, path: str) -> str:
-        """How messages call the output at a path; nothing if it is the only one."""
-        return f"output{path}" if path else ""
-
-    def of_result(self, structure: Structure) -> Structure:
-        """The structure of what the user's function returns, which all outputs may exceed."""
-        return structure
-
-    def prepared(self, site: Site, learnt: Learnt) -> Callable[[Tensors, bool], Any]:
-        """The function of the arrays of a call at one site, prepared for many calls.
+    def prepared(self, site: Site, learnt: Learnt) -> Run:
+        """The function of the inputs of calls at one site, prepared for many of them.
 
         Its second argument says whether a transformation of torch.func is active.
         """
+        ...
 
-        python = self.python
+    def trial(
+        self, site: Site, watch: Watch
+    ) -> contextlib.AbstractContextManager[Callable[[Tensors], Any]]:
+        """The function of the inputs, for one run under `watch`."""
+        ...
 
-        keeping = True
+    def warn(self, site: Site, draws: Sequence[str]) -> None:
+        """Warns of what the last trial has shown, among it where it draws random numbers."""
+        ...
+
+    def release(self) -> None:
+        """Ends what calls of this thread have left open for their backward."""
+        ...
+
+    def keep(self) -> Kept:
+        """Keeps what calls of this thread have left open, for a backward in a later call."""
+        ...
+
+    def output_label(self, path: str) -> str:
+        """How messages call the output at a path; nothing if it is the only one."""
+        ...
+
+    def of_result(self, structure: Structure) -> Structure:
+        """The structure of what the user's function returns, which all outputs may exceed."""
+        ...
+
+
+class Plain:
+    """The code of a function; see `Code`."""
+
+    num_own = 0
+    copies = range(0)
+    isolated = False
+
+    def __init__(self, python: Callable[..., Any], name: str) -> None:
+        self.python = self.near = python
+        self.name = name
+
+    def prepared(self, site: Site, learnt: Learnt) -> Run:
+        del learnt
+        python, keeping = self.python, True
 
         def call(arrays: Tensors, functional: bool) -> Any:
             nonlocal keeping
@@ -326,3 +236,174 @@ class TorchFunction:
             return call(arrays, True) if functional else python(*arrays)
 
         return call_on_arrays if site.is_positional else call
+
+    @contextlib.contextmanager
+    def trial(self, site: Site, watch: Watch) -> Iterator[Callable[[Tensors], Any]]:
+        del watch
+
+        def run(arrays: Tensors) -> Any:
+            args, kwargs = site.arguments(arrays)
+            return self.python(*args, **kwargs)
+
+        yield run
+
+    def warn(self, site: Site, draws: Sequence[str]) -> None:
+        if draws:
+            warnings.warn(
+                f"`{self.name}` draws random numbers from torch's own generator: others on each "
+                "call, and on each computation of the forward by a backward. Pass random arrays "
+                "as arguments, or convert a module by `from_torch` and call it with `key=`.",
+                stacklevel=3,
+            )
+
+    def release(self) -> None:
+        return
+
+    def keep(self) -> Kept:
+        return Kept()
+
+    def output_label(self, path: str) -> str:
+        return f"output{path}" if path else ""
+
+    def of_result(self, structure: Structure) -> Structure:
+        return structure
+
+
+class TorchFunction:
+    """Code that runs on torch tensors, with the options that belong to it.
+
+    Equal where code and options are.
+
+    Attributes:
+        name: that of the code.
+        lock: held while it or one of its derivatives runs, if the user has asked for one.
+        depth: how often it may be differentiated, None for any number of times.
+        vmap_method: how a batch of it is computed.
+        findings: what is known about it.
+        residuals: whether forwards keep their graph for the backward, or backwards recompute.
+        compiled: weakly, its jitted programs.
+    """
+
+    def __init__(
+        self,
+        code: Code,
+        *,
+        lock: Lock | None = None,
+        depth: int | None = None,
+        vmap_method: VmapMethod = "torch",
+        residuals: Residuals = "tape",
+        compiled: Compiled | None = None,
+    ) -> None:
+        self.code = code
+        self.name = code.name
+        self.lock = lock
+        self.depth = depth
+        self.vmap_method: VmapMethod = vmap_method
+        self.residuals: Residuals = residuals
+        self.findings = Findings()
+        self.compiled = (lambda: None) if compiled is None else weakref.ref(compiled)
+        self._key: Hashable = code, lock, depth, vmap_method, residuals
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, TorchFunction) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self.code)
+
+    def learn(
+        self, site: Site, in_specs: tuple[Spec, ...], written: frozenset[int], draws: Sequence[str]
+    ) -> None:
+        """Takes note of what a trial has shown."""
+        learnt = self.findings.at(site, in_specs)
+        learnt.written = written.difference(self.code.copies)
+        learnt.draws = tuple(dict.fromkeys(draws))
+        self.code.warn(site, draws)
+
+    def asks_for_gradients(self, error: Exception) -> bool:
+        """Whether to run it again after this error, now with what `on_leaves` makes."""
+        findings = self.findings
+        if findings.needs_gradients or not any(text in str(error) for text in _NO_GRADIENT):
+            return False
+        findings.needs_gradients = True
+        return True
+
+    def on_leaves(self, site: Site, tensors: Tensors) -> Tensors:
+        """The inputs as it has to be given them, on some of which it may insist to be leaves."""
+        if not self.findings.needs_gradients:
+            return tensors
+        return [
+            x.detach().requires_grad_()
+            if not x.requires_grad
+            and (x.is_floating_point() or x.is_complex())
+            and site.may_require_gradient(i)
+            else x
+            for i, x in enumerate(tensors)
+        ]
+
+    @functools.cached_property
+    def ways_to_write(self) -> Ways:
+        """How the code of it and of its derivatives could write to what it is given."""
+        return ways_to_write(self.code.python)
+
+    def may_write(self, count: int) -> frozenset[int]:
+        """Which of its inputs, `count` in all, the code could write to on some call."""
+        ways = self.ways_to_write
+        first = 0 if ways.unseen or ways.unrecorded else self.code.num_own
+        return frozenset(range(first, count) if ways.unseen or ways.in_place else ())
+
+    def lock_to_run(self) -> Lock | None:
+        """What is held while it or one of its derivatives runs."""
+        if self.lock is not None or self.code.isolated:
+            return self.lock
+        swaps = self.findings.swaps or seems_to_swap(self.code.python)
+        return PROCESS_LOCK if swaps else None
+
+    def lock_to_try(self) -> Lock | None:
+        """What is held while a trial runs, lest calls replace what it reads in a module."""
+        if self.lock is not None or self.code.isolated:
+            return self.lock
+        shares = reaches_module(self.code.python) or seems_to_swap(self.code.python)
+        return PROCESS_LOCK if shares else None
+
+    @functools.cached_property
+    def holds_narrow(self) -> bool:
+        """Whether there are integers of less than 64 bits among the tensors near it."""
+        near = reachable(self.code.near)
+        return any(isinstance(x, torch.Tensor) and is_narrow(x.dtype) for x in near)
+
+    @functools.cached_property
+    def scripts(self) -> tuple[torch.jit.ScriptModule, ...]:
+        """The TorchScript modules near it, of which torch knows less than of others.
+
+        The derivatives of `torch.func` through a scripted module are wrong. And where one makes a
+        tensor of numbers, a run on fake tensors ends the process.
+        """
+        return scripts_near(self.code.near)
+
+    @functools.cached_property
+    def runs_on_fakes(self) -> bool:
+        """Whether a run on fake tensors may be tried."""
+        return not any(map(makes_tensors_of_numbers, self.scripts))
+
+    def must_loop(self, site: Site, in_axes: Sequence[int | None]) -> bool:
+        """Whether a batch with these axes of the inputs has to be computed one by one.
+
+        One with a seed for each member is drawn member by member.
+        """
+        keyed = site.seed is not None and in_axes[site.seed] is not None
+        return keyed or bool(self.scripts)
+
+    def misfit(self, site: Site) -> str:
+        """What is wrong with the number or the names of a call's arguments; nothing if right."""
+        args, kwargs = site.arguments([None] * (len(site.labels) - site.num_own))
+        try:
+            signature = inspect.signature(self.code.python)
+        except ValueError:  # of what is not written in Python
+            return ""
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            return str(error)
+        return ""

@@ -5,39 +5,31 @@ inputs that are known to be written are copied first. What is known comes from t
 infers output shapes; where there was none, the first run works on copies and compares. Where the
 code names a way to write, all inputs are copied: it may depend on values. A function that still
 writes to an input only later is caught after the fact by the runtime.
+
+A write through torch counts up a tensor's version, except through `x.data` and NumPy, which a
+comparison bit for bit shows. One that happens to write what was there shows in neither; so a tensor
+whose memory was given away in such a way counts as written.
 """
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .._compat import cached_weakly
 from .._dtypes import dtype_j2t
-from .._errors import EqxTorchError, InputError, OutputError, ShapeError
-from .._trees import flatten, flatten_result, leaf_paths, Structure
+from .._errors import EqxTorchError, InputError
+from .._trees import Structure
+from .._watch import Exposure
 from .base import Indices, Program, Spec, Tensors
-from .bits import observed
-from .declared import as_declared
-from .dtype_hints import dtype_hint
-from .function import Learnt, TorchFunction
+from .function import Learnt, Run, TorchFunction
+from .hints import hint
 from .interposed import is_narrow
-from .leaves import retrying
-from .library_hints import library_hint
-from .results import not_taken, other_constant, widest
+from .results import Expected
 from .site import Site
-
-
-_NOTHING: frozenset[int] = frozenset()
-_WIDE = {
-    torch.int32: (torch.int64,),
-    torch.uint32: (torch.uint64,),
-    torch.float32: (torch.float64,),
-    torch.complex64: (torch.complex128,),
-}
 
 
 @cached_weakly
@@ -79,13 +71,18 @@ class Leaf(Program):
     def name(self) -> str:
         return self.function.name
 
+    @property
+    def randomness(self) -> str:
+        """What `torch.func.vmap` makes of random numbers: those from one seed are the same."""
+        return "different" if self.site.own is None else "same"
+
     @functools.cached_property
     def is_interposed(self) -> bool:
         """Whether operators are interposed where this or a program made of it runs."""
         pairs = zip(self.ins, self.site.restored, strict=True)
         dtypes = (restored or dtype_j2t(spec.dtype) for spec, restored in pairs)
         narrow = self.function.holds_narrow or any(map(is_narrow, dtypes))
-        return narrow or self.function.draws_at(self.site)
+        return narrow or self.site.seed is not None
 
     def __hash__(self) -> int:
         return self._hash
@@ -99,76 +96,56 @@ class Leaf(Program):
         outs = tuple(s.batched(size, 0) for s in self.outs)
         return dataclasses.replace(self, in_specs=ins, out_specs=outs)
 
-    def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
+    def run(self, inputs: Tensors, functional: bool) -> Tensors:
         written = self.learnt.written
         if written is None:
-            return self._first_run(self._prepared(inputs, frozenset()), functional)
-        if written or self._restored or self._may_write:
-            inputs = self._prepared(inputs, written | self._may_write)
-        return self._checked(self._result(inputs, functional))
+            return self._first_run(self._given(inputs, frozenset()), functional)
+        if written or self._differs:
+            inputs = self._given(inputs, written | self._may_write)
+        return self._expected.tensors(self._result(inputs, functional))
 
-    def runner(self) -> Callable[[Tensors, bool], Tensors]:
-        """`run`; for most calls without what they do not need."""
-        ambient = self.site.ambient
-        if self._restored or self._may_write or not ambient.is_neutral:
-            return self.run
-        run, function, learnt, checked = self.run, self._call, self.learnt, self._checker()
-        default_dtype, get_default_dtype = ambient.default_dtype, torch.get_default_dtype
+    def input_label(self, i: int) -> str:
+        """How messages call an input of a program made of this; its own inputs come first."""
+        labels = self.site.labels
+        return labels[i] if i < len(labels) else "gradient"
 
-        def plain_run(inputs: Tensors, functional: bool) -> Tensors:
-            if learnt.written != _NOTHING or get_default_dtype() is not default_dtype:
-                return run(inputs, functional)
-            try:
-                result = function(inputs, functional)
-            except Exception as error:
-                self._explain(error, inputs)
-                raise
-            return checked(result)
+    @functools.cached_property
+    def learnt(self) -> Learnt:
+        """What runs with inputs of these shapes and dtypes have shown."""
+        return self.function.findings.at(self.site, self.in_specs)
 
-        return plain_run
-
-    def _checker(self) -> Callable[[Any], Tensors]:
-        """`_checked`, prepared for many calls."""
-        if not self._single:
-            return self._checked
-        checked, tensor, strided = self._checked, torch.Tensor, torch.strided
-        ((shape, dtype, _),) = self._expected
-
-        def checked_one(y: Any) -> Tensors:
-            right = type(y) is tensor and y.dtype is dtype and y.shape == shape
-            return (y,) if right and y.layout is strided else checked(y)
-
-        return checked_one
-
-    def _first_run(self, tensors: list[torch.Tensor], functional: bool) -> list[torch.Tensor]:
+    def _first_run(self, tensors: Tensors, functional: bool) -> Tensors:
         copies = [t.clone() for t in tensors]
         if functional:
-            return self._checked(self._result(copies, functional))
+            return self._expected.tensors(self._result(copies, functional))
         # Not a closure: the frames of an error keep what a function of theirs closes over.
         run = functools.partial(self._result, copies, functional)
-        results, written = observed(run, tensors, copies)
-        self.learnt.written = written
-        return self._checked(results)
+        result, self.learnt.written = observed(run, tensors, copies)
+        return self._expected.tensors(result)
 
-    def _prepared(self, inputs: Tensors, written: frozenset[int]) -> list[torch.Tensor]:
+    def _given(self, inputs: Tensors, copied: frozenset[int]) -> list[torch.Tensor]:
+        """The inputs in the dtypes that torch is given, some of them as copies."""
         tensors = list(inputs)
         for i, dtype in self._restored:
             tensors[i] = tensors[i].to(dtype)
-        for i in written:
+        for i in copied:
             tensors[i] = tensors[i].clone()
         return tensors
 
     def _result(self, tensors: Tensors, functional: bool) -> Any:
         ambient = self.site.ambient
+        given = self.function.on_leaves(self.site, tensors)
         try:
             # The runtime has made the thread neutral.
             if ambient.is_neutral and torch.get_default_dtype() is ambient.default_dtype:
-                return self._call(tensors, functional)
+                return self._call(given, functional)
             with ambient.in_force():
-                return self._call(tensors, functional)
+                return self._call(given, functional)
         except Exception as error:
-            self._explain(error, tensors)
-            raise
+            if not (isinstance(error, RuntimeError) and self.function.asks_for_gradients(error)):
+                self._explain(error, tensors)
+                raise
+        return self._result(tensors, functional)
 
     def _explain(self, error: Exception, tensors: Tensors) -> None:
         """Adds to torch's message what torch was given, which may be a shard or of 32 bits.
@@ -184,44 +161,17 @@ class Leaf(Program):
 
     def _what_torch_saw(self, error: Exception, tensors: Tensors) -> str:
         shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
-        note = f"`{self.name}` was called on {self.function.described(self.site, shown)}."
-        named = [(input_label(self, i), t.dtype) for i, t in enumerate(tensors)]
-        hint = dtype_hint(error, named, self.x64) or library_hint(error)
-        return f"{note} {hint}".rstrip()
-
-    def _checked(self, result: Any) -> list[torch.Tensor]:
-        if self._single and isinstance(result, torch.Tensor):
-            return [self._checked_leaf(0, result)]
-        results = self.structure.leaves_of(result)
-        if results is None:
-            results = self.structure.leaves_of(as_declared(result, self.structure))
-        if results is None:
-            raise self._structure_error(result)
-        return [self._checked_leaf(i, r) for i, r in enumerate(results)]
-
-    def _checked_leaf(self, i: int, result: Any) -> torch.Tensor:
-        shape, dtype, accepted = self._expected[i]
-        wide = None if isinstance(result, torch.Tensor) else widest(result)
-        if wide is not None:
-            result = torch.tensor(result, dtype=dtype if wide in accepted else wide)
-        if not isinstance(result, torch.Tensor) or result.layout is not torch.strided:
-            raise OutputError(not_taken(self.function, leaf_paths(self.structure)[i], result))
-        if result.shape != shape:
-            raise self._spec_error(i, result)
-        if result.dtype is dtype:
-            return result
-        if result.dtype not in accepted:
-            raise self._spec_error(i, result)
-        return result.to(dtype)
+        note = f"`{self.name}` was called on {self.site.described(shown)}."
+        named = [(self.input_label(i), t.dtype) for i, t in enumerate(tensors)]
+        return f"{note} {hint(error, named, self.x64)}".rstrip()
 
     @functools.cached_property
-    def _call(self) -> Callable[[Tensors, bool], Any]:
-        return retrying(self.function, self.function.prepared(self.site, self.learnt))
+    def _call(self) -> Run:
+        return self.function.code.prepared(self.site, self.learnt)
 
     @functools.cached_property
-    def learnt(self) -> Learnt:
-        """What runs with inputs of these shapes and dtypes have shown."""
-        return self.function.findings.at(self.site, self.in_specs)
+    def _expected(self) -> Expected:
+        return Expected(self.function, self.outs, self.structure, self.x64, self.source)
 
     @functools.cached_property
     def _may_write(self) -> frozenset[int]:
@@ -234,46 +184,33 @@ class Leaf(Program):
         return [(i, dtype) for i, dtype in enumerate(self.site.restored) if dtype is not None]
 
     @functools.cached_property
-    def _single(self) -> bool:
-        return self.structure == flatten(0)[1]
+    def _differs(self) -> bool:
+        """Whether torch is always given something other than the inputs."""
+        return bool(self._restored or self._may_write)
 
-    @functools.cached_property
-    def _expected(self) -> list[tuple[torch.Size, torch.dtype, frozenset[torch.dtype]]]:
-        return [
-            (torch.Size(s.shape), dtype, _standing_for(dtype, self.x64))
-            for s in self.outs
-            for dtype in [dtype_j2t(s.dtype)]
-        ]
 
-    def _structure_error(self, result: Any) -> Exception:
-        leaves, structure = flatten_result(result)
-        for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
-            if not isinstance(leaf, torch.Tensor) and widest(leaf) is None:
-                return OutputError(not_taken(self.function, path, leaf))
-        constant = other_constant(self.function, self.structure, structure)
-        if constant is not None:
-            return OutputError(constant)
-        declared, returned = map(self.function.of_result, (self.structure, structure))
-        return OutputError(
-            f"`{self.name}` returned another structure than was declared.\n"
-            f"  declared by {self.source}: {declared}\n"
-            f"  returned: {returned}\n"
-            "Return the same structure on every call, or declare the right one, in the annotation "
-            "or by `output_shapes=`."
-        )
+def observed(
+    run: Callable[[], Any], originals: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]
+) -> tuple[Any, frozenset[int]]:
+    """The result of a run on `copies`, and which of these it may have written to."""
+    versions = [c._version for c in copies]
+    with Exposure(by_data=True) as exposure:
+        result = run()
+    triples = enumerate(zip(originals, copies, versions, strict=True))
+    written = frozenset(
+        i
+        for i, (x, copy, version) in triples
+        if copy._version != version or exposure.exposed(copy) or not same_bits(x, copy)
+    )
+    return result, written
 
-    def _spec_error(self, i: int, result: torch.Tensor) -> Exception:
-        spec = self.outs[i]
-        place = self.function.output_label(leaf_paths(self.structure)[i])
-        kind = ShapeError if tuple(result.shape) != spec.shape else OutputError
-        return kind(
-            f"`{self.name}` returned another {'shape' if kind is ShapeError else 'dtype'} than "
-            f"was declared{f' at {place}' if place else ''}.\n"
-            f"  declared by {self.source}: {spec.dtype}{list(spec.shape)}\n"
-            f"  returned: {str(result.dtype).removeprefix('torch.')}{list(result.shape)}\n"
-            "Nothing is broadcast or cast for you: return what was declared, or declare what is "
-            "returned, in the annotation or by `output_shapes=`."
-        )
+
+def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bits."""
+    x, y = x.detach(), y.detach()
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    return torch.equal(_bytes(x), _bytes(y))
 
 
 def write_error(program: Program, inputs: Tensors) -> InputError:
@@ -284,7 +221,7 @@ def write_error(program: Program, inputs: Tensors) -> InputError:
     learnt.written = (learnt.written or frozenset()).union(i for i in written if i < count)
     if any(i >= count for i in written):
         leaf.function.findings.of_backward(program).writes = True
-    names = ", ".join(input_label(leaf, i) for i in written)
+    names = ", ".join(map(leaf.input_label, written))
     return InputError(
         f"`{leaf.name}` wrote to its input {names} on this call, but not on the first one, so "
         "the JAX array behind it has been changed in place. Later calls work on a copy. To avoid "
@@ -292,12 +229,7 @@ def write_error(program: Program, inputs: Tensors) -> InputError:
     )
 
 
-def input_label(leaf: Leaf, i: int) -> str:
-    """How messages call an input of a program made from `leaf`; its own inputs come first."""
-    paths = leaf.site.paths
-    return leaf.function.label(paths[i]) if i < len(paths) else "gradient"
-
-
-def _standing_for(dtype: torch.dtype, x64: bool) -> frozenset[torch.dtype]:
-    """The torch dtypes that arrive as this one."""
-    return frozenset([dtype, *(() if x64 else _WIDE.get(dtype, ()))])
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    # A clone's strides are those of its shape, which a view as bytes asks for.
+    x = x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return x.view(-1).view(torch.uint8)

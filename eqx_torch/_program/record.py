@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import torch
 
@@ -43,10 +42,6 @@ class Record(Derived):
         return Record(self.inner.broadcast(size, shared), self.wrt)
 
     @functools.cached_property
-    def _evaluate(self) -> Callable[[Tensors, bool], Tensors]:
-        return self.inner.runner()
-
-    @functools.cached_property
     def _site(self) -> TapeSite:
         return TAPES.site(self.inner)
 
@@ -59,7 +54,7 @@ class Record(Derived):
         copies = self._site.copies
         primals = [x.clone() for x in inputs] if copies else inputs
         active = [leaf_of(primals[i]) for i in self.wrt]
-        results = self._evaluate(replaced(primals, self.wrt, active), False)
+        results = self.inner.run(replaced(primals, self.wrt, active), False)
         edges = [_edge(y) for y in results]
         if not any(edges):
             return [*results, _token(0)]
@@ -67,7 +62,7 @@ class Record(Derived):
             inputs=dict(zip(self.wrt, active, strict=True)),
             outputs=edges,
             addresses=None if copies else addresses(inputs),
-            kept=self.leaf.function.keep(),
+            kept=self.leaf.function.code.keep(),
         )
         return [*results, _token(TAPES.put(self._site, tape))]
 

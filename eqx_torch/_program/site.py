@@ -13,6 +13,33 @@ from .._trees import flatten, leaf_paths, Structure
 
 
 @dataclasses.dataclass(frozen=True)
+class Own:
+    """What a model puts in front of the arguments of a call: parameters, buffers and a seed.
+
+    Attributes:
+        labels: what messages call each of these inputs.
+        trained: those that require gradients in torch.
+        seed: which of them random numbers are drawn from, None if none are.
+        inference: whether the model is evaluated.
+    """
+
+    labels: tuple[str, ...]
+    trained: frozenset[int]
+    seed: int | None
+    inference: bool
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.labels, self.trained, self.seed, self.inference))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclasses.dataclass(frozen=True)
 class Site:
     """How a function is called: everything about the call but its arrays.
 
@@ -21,19 +48,31 @@ class Site:
         statics: for each leaf, the Python value, or None where an array stands.
         restored: for each array, the torch dtype that it is given before torch sees it.
         ambient: the torch settings of the thread that traced the call.
+        own: the inputs that come before the arrays among the arguments, None if there are none.
     """
 
     structure: Structure
     statics: tuple[Static | None, ...]
     restored: tuple[torch.dtype | None, ...]
     ambient: Ambient
+    own: Own | None = None
 
     def __hash__(self) -> int:
         return self._hash
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.structure, self.statics, self.restored, self.ambient))
+        return hash((self.structure, self.statics, self.restored, self.ambient, self.own))
+
+    @functools.cached_property
+    def num_own(self) -> int:
+        """How many of the inputs are not among the arguments; they come first."""
+        return 0 if self.own is None else len(self.own)
+
+    @property
+    def seed(self) -> int | None:
+        """Which input random numbers are drawn from, None if none are."""
+        return None if self.own is None else self.own.seed
 
     def arguments(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         """The arguments, with these arrays in their places."""
@@ -43,23 +82,28 @@ class Site:
         leaves = [next(rest) if s is None else s.for_call() for s in self.statics]
         return self.structure.unflatten(leaves)
 
-    def rest(self, count: int) -> "Site":
-        """The call without its first `count` positional arguments."""
-        structure = self.structure.rest(count)
-        statics = self.statics[len(self.statics) - structure.num_leaves :]
-        restored = self.restored[len(self.restored) - statics.count(None) :]
-        return Site(structure, statics, restored, self.ambient)
-
     @functools.cached_property
     def unordered(self) -> "Site":
         """Equal for calls that differ in the order of dictionaries only."""
         return dataclasses.replace(self, structure=self.structure.unordered)
 
     @functools.cached_property
-    def paths(self) -> list[str]:
-        """Where each array stands in the call."""
+    def labels(self) -> tuple[str, ...]:
+        """What messages call each input."""
         pairs = zip(leaf_paths(self.structure), self.statics, strict=True)
-        return [path for path, static in pairs if static is None]
+        named = tuple(argument_name(path) for path, static in pairs if static is None)
+        return named if self.own is None else self.own.labels + named
+
+    def described(self, inputs: Sequence[str]) -> str:
+        """The inputs of a call by name, for messages, those that the user passed first."""
+        named = [f"{label} {shown}" for label, shown in zip(self.labels, inputs, strict=True)]
+        named = [*named[self.num_own :], *named[: self.num_own]]
+        rest = f", {len(named) - 8} more" if len(named) > 8 else ""
+        return ", ".join(named[:8]) + rest if named else "no arrays"
+
+    def may_require_gradient(self, i: int) -> bool:
+        """Whether the input `i`, of a floating dtype, may require a gradient in torch."""
+        return self.own is None or i in self.own.trained
 
     @functools.cached_property
     def is_positional(self) -> bool:
