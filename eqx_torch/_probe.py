@@ -169,7 +169,7 @@ def _watched(question: Question, way: _Way, watch: Watch) -> tuple[Outputs, froz
         pairs = zip(question.in_specs, question.dtypes(), strict=True)
         inputs = [way.input(spec, dtype, _device()) for spec, dtype in pairs]
         watch.made_by_hand(inputs)
-        given = function.on_leaves(site, inputs)
+        given = function.on_leaves(site, inputs) if function.findings.needs_gradients else inputs
         try:
             with watch, swaps if shares else contextlib.nullcontext():
                 result = trial(given)

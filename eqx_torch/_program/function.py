@@ -330,9 +330,7 @@ class TorchFunction:
         return True
 
     def on_leaves(self, site: Site, tensors: Tensors) -> Tensors:
-        """The inputs as it has to be given them, on some of which it may insist to be leaves."""
-        if not self.findings.needs_gradients:
-            return tensors
+        """The inputs as it has to be given them where it has asked for gradients."""
         return [
             x.detach().requires_grad_()
             if not x.requires_grad

@@ -134,7 +134,9 @@ class Leaf(Program):
 
     def _result(self, tensors: Tensors, functional: bool) -> Any:
         ambient = self.site.ambient
-        given = self.function.on_leaves(self.site, tensors)
+        given = tensors
+        if self.function.findings.needs_gradients:
+            given = self.function.on_leaves(self.site, tensors)
         try:
             # The runtime has made the thread neutral.
             if ambient.is_neutral and torch.get_default_dtype() is ambient.default_dtype:

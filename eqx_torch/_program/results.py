@@ -27,7 +27,7 @@ _NARROWED = {
     torch.float64: torch.float32,
     torch.complex128: torch.complex64,
 }
-_STRIDED = torch.strided
+_Tensor, _STRIDED = torch.Tensor, torch.strided
 
 
 def opened(function: TorchFunction, result: Any) -> tuple[tuple[Spec, ...], Structure]:
@@ -67,18 +67,13 @@ class Expected:
 
     def tensors(self, result: Any) -> Tensors:
         """The tensors in what a run has returned. Raises unless they are those expected."""
-        if self._is_one and isinstance(result, torch.Tensor):
-            results: Tensors = (result,)
-        else:
-            results = self._leaves(result)
-        for (shape, dtype), y in zip(self._each, results, strict=True):
-            if type(y) is not torch.Tensor or y.dtype is not dtype or y.shape != shape:
-                break
-            if y.layout is not _STRIDED:
-                break
-        else:
-            return results
-        return [self._tensor(i, y) for i, y in enumerate(results)]
+        one = self._is_one and isinstance(result, torch.Tensor)
+        results: Tensors = (result,) if one else self._leaves(result)
+        for y, (shape, dtype) in zip(results, self._each):  # noqa: B905
+            right = type(y) is _Tensor and y.dtype is dtype and y.shape == shape
+            if not (right and y.layout is _STRIDED):
+                return [self._tensor(i, y) for i, y in enumerate(results)]
+        return results
 
     def _leaves(self, result: Any) -> Any:
         structure = self._structure
