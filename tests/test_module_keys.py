@@ -51,6 +51,42 @@ def test_same_key_same_mask(model):
     assert not np.array_equal(other, first)
 
 
+class OfValues(torch.nn.Module):
+    """Dropout whose shape depends on values, so that a run on values tells what it does."""
+
+    def __init__(self, layer: torch.nn.Module | None):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count = int((x > 0).sum()) // 32
+        dropped = self.layer(x) if self.layer else torch.nn.functional.dropout(x, 0.5)
+        return dropped[:count]
+
+
+@pytest.mark.parametrize("layer", [torch.nn.Dropout(0.5), None])
+@pytest.mark.parametrize("examples", [(), (torch.ones(4, 32),)])
+def test_what_is_found_out_by_values_draws_from_the_key_too(layer, examples):
+    model = from_torch(OfValues(layer), *examples)
+    with pytest.raises(ModuleError, match="draws random numbers"):
+        model(ONES)
+    assert_trees_equal(model(ONES, key=KEY), mask(KEY), exact=True)
+    assert_trees_equal(model(ONES, key=KEY), mask(KEY), exact=True)
+    assert not np.array_equal(model(ONES, key=OTHER), mask(KEY))
+
+
+def test_a_generator_of_the_forward_is_no_draw_of_the_call():
+    class Own(torch.nn.Module):
+        def forward(self, x):
+            count = int((x > 0).sum()) // 32
+            generator = torch.Generator().manual_seed(0)
+            return x[:count] + torch.rand(32, generator=generator)
+
+    y = from_torch(Own())(ONES)
+    expected = torch.rand(32, generator=torch.Generator().manual_seed(0))
+    assert_trees_equal(y, torch.from_numpy(ONES) + expected, exact=True)
+
+
 def test_raw_keys(model):
     raw = jax.random.key_data(KEY)
     assert_trees_equal(model(ONES, key=raw), model(ONES, key=KEY), exact=True)
