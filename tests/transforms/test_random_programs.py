@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase
 from jax.interpreters import ad
 
 from eqx_torch import check_errors
-from eqx_torch._call import autodiff, batching, torch_call_p
+from eqx_torch._call import primitive, torch_call_p
 
 from ..helpers import assert_trees_equal
 from ..helpers.random_cases import Case, cases
@@ -132,7 +132,7 @@ def _drop_a_cotangent(monkeypatch):
     """The last of the cotangents is zero."""
 
     def transpose(cotangents, *primals, program):
-        out = autodiff.transpose(cotangents, *primals, program=program)
+        out = primitive.transpose(cotangents, *primals, program=program)
         last = max(i for i, u in enumerate(out) if u is not None)
         return [*out[:last], ad.Zero(primals[last].aval), *out[last + 1 :]]
 
@@ -143,7 +143,7 @@ def _double_a_tangent(monkeypatch):
     """The tangent of the last output is twice what it should be."""
 
     def jvp(primals, tangents, *, program):
-        outs, out_tangents = autodiff.jvp(primals, tangents, program=program)
+        outs, out_tangents = primitive.jvp(primals, tangents, program=program)
         *others, last = out_tangents
         return outs, [*others, last if type(last) is ad.Zero else last + last]
 
@@ -153,12 +153,12 @@ def _double_a_tangent(monkeypatch):
 def _reverse_a_batch(monkeypatch):
     """The members of a batch come in the wrong order."""
 
-    right = batching._batched
+    right = primitive._batched
 
     def wrong(*args):
         return [jnp.flip(y, 0) for y in right(*args)]
 
-    monkeypatch.setattr(batching, "_batched", wrong)
+    monkeypatch.setattr(primitive, "_batched", wrong)
 
 
 @pytest.mark.parametrize("mistake", [_drop_a_cotangent, _double_a_tangent, _reverse_a_batch])
