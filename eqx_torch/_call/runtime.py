@@ -11,7 +11,7 @@ from typing import Any
 from .._ambient import Ambient, in_neutral_thread
 from .._compat import from_dlpack
 from .._program import Lock, Program, with_interposed, write_error
-from .._timeline import ACTIVE, Span
+from .._torch_calls import ACTIVE, Span
 from .debug import debugged, debugging
 from .ending import ENDING
 from .failures import Callback, Failure, FAILURES, poisoning
