@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from ._errors import EqxTorchError
-from ._program import Kind
 from ._torch_calls import ACTIVE, by_lane, Overlap, overlap, Recording, TorchCall
 
 
@@ -192,7 +191,7 @@ def _trace_events(calls: Sequence[TorchCall], origin: float) -> Iterator[dict[st
                 }
 
 
-_COLOURS: dict[Kind, str] = {"forward": "#4c72b0", "backward": "#dd8452", "tangent": "#55a868"}
+_COLOURS = {"forward": "#4c72b0", "backward": "#dd8452", "tangent": "#55a868"}
 _WIDTH = 10.0  # inches
 _ROW = 0.42
 _BAR = 0.84  # of a row

@@ -145,8 +145,8 @@ def overlap(calls: Sequence[TorchCall]) -> Overlap:
     """Measures how much the devices of these calls overlap."""
     begun = [(call.start, 1, call.device) for call in calls]
     changes = sorted([*begun, *((call.end, -1, call.device) for call in calls)])
-    running: dict[str, int] = collections.Counter()
-    seconds: dict[int, float] = collections.Counter()  # by the number of devices in a call
+    running = collections.Counter[str]()
+    seconds = collections.defaultdict[int, float](float)  # by the number of devices in a call
     for (now, step, device), (later, *_) in itertools.pairwise(changes):
         running[device] += step
         seconds[sum(count > 0 for count in running.values())] += later - now
