@@ -5,7 +5,7 @@ import jax.interpreters.mlir as _mlir
 from .._compat import register_dce as _register_dce
 from .autodiff import dce as _dce, jvp as _jvp, transpose as _transpose
 from .batching import batch as _batch
-from .failures import check_errors as check_errors, FAILURES as FAILURES
+from .failures import check_errors as check_errors, PENDING as PENDING
 from .lowering import lower as _lower
 from .primitive import (
     abstract_eval as _abstract_eval,

@@ -9,8 +9,8 @@ from jax.interpreters import mlir
 from jax.sharding import get_abstract_mesh
 
 from .._compat import callback_target, explicit_axes, lower_callback
-from .._deadlocks import entry, refuse_deadlock
 from .._errors import EqxTorchError
+from .._processes import entry, refuse_deadlock
 from .._program import Program
 from .runtime import callback
 
@@ -36,7 +36,8 @@ def lower(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Se
         )
     _warn_if_gathered(ctx, program)
     program.prepare()
-    run = entry(callback(program, platform, _num_devices(ctx)))
+    devices = _num_devices(ctx)
+    run = entry(callback(program, platform, devices), platform, devices)
     # Torch is called for a result without elements too: whether it has any is for torch to say.
     is_empty = all(0 in spec.shape for spec in program.outs)
     return lower_callback(ctx, target, run, operands, _operation_name(program), is_kept=is_empty)
