@@ -14,12 +14,11 @@ from .._errors import InputError, ModuleError
 from .._invoke import Arguments, invoke, outputs_of
 from .._program import Outputs
 from .._sharding import check_on_mesh, check_whole, ON_THE_MESH
-from .attributes import missing_attribute
 from .core import Core
 from .function import first, missing_key
-from .keywords import Keywords
 from .mode import ModeField
 from .shards import ModuleShards, seed_of
+from .usage import keywords, missing_attribute
 
 
 class TorchModule(eqx.nn.StatefulLayer):
@@ -99,7 +98,7 @@ class TorchModule(eqx.nn.StatefulLayer):
             >>> y.shape
             (8, 3)
         """
-        own = Keywords(self.core, args, kwargs)
+        own = keywords(self.core, args, kwargs)
         buffers = self._buffers_for(own.state)
         result, *new_buffers = _run(self, buffers, own.key, args, own.rest)
         if own.state is None:
