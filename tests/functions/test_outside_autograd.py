@@ -120,6 +120,16 @@ def test_what_stays_in_autograd_is_right(function, derivative):
     assert_trees_equal(take(f), take(lambda x: x + x**2))
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_rounding_does_not_hide_it(seed):
+    """With an input of low precision, a derivative that is wrong by a third is not rounding."""
+    f = torch2jax(lambda x, y: (0.5 * x + LEAVING["detached in part"](x), y.softmax(0)))
+    x, v = np.random.default_rng(seed).normal(size=(2, 3)).astype(np.float32)
+    half = np.ones(3, np.float16)
+    with pytest.raises(Exception, match="cannot be differentiated in forward mode"):
+        jax.block_until_ready(jax.jvp(f, (x, half), (v, half)))
+
+
 def test_a_hook_that_detaches():
     f = torch2jax(lambda x: x + hooked(x))
     assert_trees_equal(FIRST["jacfwd"](f), FIRST["jacfwd"](lambda x: x + x**2))
