@@ -110,7 +110,7 @@ def test_no_import_inside_a_function(name):
 
 @every_module
 def test_private_names_of_other_libraries_only_in_compat(name):
-    if name not in ("_compat", "_compat_jaxtyping"):
+    if name != "_compat":
         assert _private_uses(name) == []
 
 
