@@ -37,7 +37,8 @@ def function(argument, result):
         ("n", "2*k", "`k` in `2*k` is bound by no input"),
         ("*n", "n+1", "`n` in `n+1` is bound by no input"),
         ("n", "min(n,k)", "`k` in `min(n,k)` is bound by no input"),
-        ("n", "{y}", "`{y}` mentions `y`, which is no argument"),
+        ("n", "{y}", "`y` in `{y}` is bound by no input"),
+        ("n", "{len(x.shape)}+k", "`k` in `{len(x.shape)}+k` is bound by no input"),
         ("n", "{x.ndim}+k", "`k` in `{x.ndim}+k` is bound by no input"),
         ("n", "n+", "`n+` is no Python expression"),
     ],
@@ -102,7 +103,7 @@ def test_fixed_structures(argument, result, value, expected):
     ("argument", "reason"),
     [
         (Float[Tensor, "k-1"], "`k` in `k-1` is bound by no input"),
-        (Float[Tensor, "{self.n}"], "`{self.n}` mentions `self`, which is no argument"),
+        (Float[Tensor, "{self.n}"], "`self` in `{self.n}` is bound by no input"),
     ],
 )
 def test_arguments_that_no_call_could_match(argument, reason):

@@ -21,7 +21,7 @@ import torch
 from .._errors import AnnotationError, InputError, ShapeError
 from .check import Bindings, check, MismatchError
 from .checkers import cell_contents, strip_checkers as strip_checkers, unchecked as unchecked
-from .result import bindable, OpenError, predict, refuse_open, unbound
+from .result import bindable, is_dependent, OpenError, predict, refuse_open, unbound
 from .specs import Container, evaluated, is_array, read, Spec, WIDE
 
 
@@ -165,14 +165,8 @@ def _annotated(found: Signature, result: bool) -> Signature | None:
             f" {error.reason}.\n{error.remedy}, or pass output_shapes=."
         ) from None
     # What other arguments bind must be bound first.
-    ordered = sorted(inputs.items(), key=lambda one: _is_dependent(one[1]))
+    ordered = sorted(inputs.items(), key=lambda one: is_dependent(one[1], known))
     return replace(found, inputs=dict(ordered), result=returned)
-
-
-def _is_dependent(spec: Spec) -> bool:
-    """Whether checking `spec` needs names that other arguments must have bound before."""
-    composed = any(not structure.isidentifier() for structure in spec.structures())
-    return composed or any(dim.names for array in spec.arrays() for dim in array.dims)
 
 
 def _function(fn: Any, /, *args: Any, **kwargs: Any) -> Signature | None:

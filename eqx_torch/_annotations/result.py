@@ -42,26 +42,45 @@ class OpenError(Exception):
         self.text, self.reason, self.remedy = spec.text, reason, remedy
 
 
+class _Unknown(int):
+    """Stands for an argument in expressions: all that is asked of it is 1."""
+
+    def __getattr__(self, name: str) -> "_Unknown":
+        return self
+
+    def __getitem__(self, index: Any) -> "_Unknown":
+        return self
+
+    def __len__(self) -> int:
+        return 1
+
+
 def bindable(specs: Iterable[Spec], parameters: Iterable[str]) -> Bindings:
     """What inputs of these specs can bind at most, as bindings with the size 1."""
-    known = Bindings(dict.fromkeys(parameters))
+    known = Bindings(dict.fromkeys(parameters, _Unknown(1)))
     for spec in specs:
         _bind(spec, known)
     return known
 
 
 def unbound(dim: Dim, known: Bindings) -> str | None:
-    """Why the expression `dim` cannot be evaluated in any call, None if it can."""
-    if dim.kind == "elem" and "{" not in dim.text:
-        try:
-            compile(dim.value, dim.text, "eval")
-        except SyntaxError:
-            return f"`{dim.text}` is no Python expression"
-    for name in sorted(dim.arguments - set(known.arguments)):
-        return f"`{dim.text}` mentions `{name}`, which is no argument"
-    for name in sorted(dim.names - set(known.single)):
-        return f"`{name}` in `{dim.text}` is bound by no input"
+    """Why an expression can be evaluated in no call, None if it may be."""
+    try:
+        known.value(dim)
+    except NameError as error:
+        return f"`{error.name}` in `{dim.text}` is bound by no input"
+    except SyntaxError:
+        return None if "{" in dim.text else f"`{dim.text}` is no Python expression"
+    except Exception:
+        return None  # the arguments of a call will tell
     return None
+
+
+def is_dependent(spec: Spec, known: Bindings) -> bool:
+    """Whether checking `spec` needs names that other inputs must have bound before."""
+    dims = [dim for array in spec.arrays() for dim in array.dims if dim.kind == "elem"]
+    composed = any(not structure.isidentifier() for structure in spec.structures())
+    return composed or any(unbound(dim, Bindings(known.arguments)) for dim in dims)
 
 
 def refuse_open(spec: Spec, known: Bindings) -> None:

@@ -11,7 +11,6 @@ the types. While JAX's x64 mode is off there are no arrays of 64 bits, so an ann
 what JAX makes of its dtypes.
 """
 
-import builtins
 import collections
 import dataclasses
 import functools
@@ -41,8 +40,6 @@ WIDE = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128"
 
 ARRAYS = (jax.ShapeDtypeStruct, torch.Tensor, jax.Array, np.ndarray, np.generic)
 
-_NAME = r"[^\W\d]\w*"
-
 # In place of a part that is not there.
 MISSING = inspect.Parameter.empty
 
@@ -62,17 +59,6 @@ class Dim:
     variadic: bool
     broadcastable: bool
     per_leaf: bool
-
-    @functools.cached_property
-    def arguments(self) -> set[str]:
-        """The arguments that the braces of an expression mention first, `self` in `{self.n}`."""
-        return set(re.findall(rf"{{({_NAME})", self.text)) - set(vars(builtins))
-
-    @functools.cached_property
-    def names(self) -> set[str]:
-        """The names of sizes in an expression."""
-        text = re.sub(r"{.*?}", "", self.value) if self.kind == "elem" else ""
-        return set(re.findall(rf"(?<![\w.]){_NAME}", text)) - set(vars(builtins))
 
 
 @dataclass(frozen=True)
