@@ -9,7 +9,7 @@ broadcast along it has size 1, which `Bindings.settle` says after the last argum
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jaxtyping
@@ -90,6 +90,13 @@ class Bindings:
         return "".join(["\nnames bound in this call:", *lines]) if lines else ""
 
 
+class _Sizes(NamedTuple):
+    """An array of any dtype, as jaxtyping sees it."""
+
+    shape: tuple[int, ...]
+    dtype: str = "bool"
+
+
 class MismatchError(Exception):
     """One argument, or a part of it, that does not match its annotation."""
 
@@ -166,7 +173,7 @@ def _dimension(
     dim: Dim, sizes: tuple[int, ...], where: str, path: str, bindings: Bindings
 ) -> Iterator[str]:
     try:
-        matched = bindings.admit(jax.ShapeDtypeStruct(sizes, bool), dim.check)
+        matched = bindings.admit(_Sizes(sizes), dim.check)
         known = None if matched else bindings.value(dim)
     except Exception as error:
         yield f"{where} (`{dim.text}`) cannot be evaluated: {describe(error.__cause__ or error)}"

@@ -102,8 +102,9 @@ class Array(Spec):
 
     def admits(self, dtype: str) -> bool:
         """Whether an array of this dtype matches, under JAX's present x64 mode."""
-        narrow = not x64_enabled() and any(WIDE.get(name) == dtype for name in self.dtypes)
-        return narrow or dtype in self.dtypes
+        if dtype in self.dtypes:
+            return True
+        return not x64_enabled() and any(WIDE.get(name) == dtype for name in self.dtypes)
 
 
 @dataclass(frozen=True)
