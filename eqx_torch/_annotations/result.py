@@ -45,6 +45,8 @@ class OpenError(Exception):
 class _Unknown(int):
     """Stands for an argument in expressions: all that is asked of it is 1."""
 
+    __iter__ = None  # it would never end by `__getitem__`
+
     def __getattr__(self, name: str) -> "_Unknown":
         return self
 
