@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from ._annotations import read_signature_for, unchecked
+from ._annotations import read_signature, unchecked
 from ._errors import InputError
 from ._examples import Annotated, Examples, widened
 from ._invoke import Arguments, invoke
@@ -139,7 +139,7 @@ def torch2jax(
             "JAX arrays already. Call it as it is."
         )
     check_options(depth, vmap_method, residuals, out_specs)
-    annotated = read_signature_for(fn, signature, result=output_shapes is None)
+    annotated = read_signature(fn, signature, result=output_shapes is None)
     compiled = Compiled()
     function = TorchFunction(
         unchecked(fn),

@@ -109,7 +109,7 @@ def test_imports_have_no_cycle():
 
 @every_module
 def test_private_names_of_other_libraries_only_in_compat(name):
-    if name not in ("_compat", "_compat_jaxtyping"):
+    if name != "_compat":
         assert _private_uses(name) == []
 
 

@@ -1,9 +1,7 @@
 import functools
-import gc
 import operator
 import types
 import warnings
-import weakref
 
 import jax
 import pytest
@@ -146,7 +144,7 @@ def test_strings_that_cannot_be_evaluated():
     with pytest.warns(UserWarning, match="`x` is not checked.*name 'Matrix' is not defined"):
         assert read_signature(strings.half_string) is None
     signature.bind((arr(2, 2), arr(2, dtype="int32")), {})
-    assert not signature.determines_output
+    assert signature.result is None
     message = unreadable(strings.invalid)
     assert message == (
         "invalid: the annotation \"Float[Tensor, '*a *b']\" of `x` is invalid: Cannot use variadic"
@@ -175,19 +173,6 @@ def test_partial_arguments_bind_names():
     refused(functools.partial(star, torch.zeros(3), torch.zeros(4)), arr(3))
 
 
-def test_given_arguments_are_not_kept_alive():
-    module = Net()
-    signature = read_signature(module)
-    tensor = torch.zeros(3, 4)
-    bound = read_signature(functools.partial(transpose, tensor))
-    references = weakref.ref(module), weakref.ref(tensor)
-    del module, tensor
-    gc.collect()
-    assert [reference() for reference in references] == [None, None]
-    assert signature.output(signature.bind((arr(2, 3),), {})) == arr(3, 2)
-    assert bound.output(bound.bind((), {})) == arr(4, 3)
-
-
 def test_keyword_arguments_and_defaults():
     assert predict(transpose, x=arr(2, 3), k=7) == arr(3, 2)
 
@@ -206,7 +191,7 @@ def test_inputs_only():
     def f(x: Wide) -> Tensor: ...
 
     signature = read_signature(f)
-    assert not signature.determines_output
+    assert signature.result is None
     assert signature.output(signature.bind((arr(2, 3),), {})) is None
     assert "must have 2" in refused(f, arr(2))
 
@@ -228,7 +213,7 @@ def test_result_ignored_on_request():
 
     unreadable(f)
     signature = read_signature(f, result=False)
-    assert not signature.determines_output
+    assert signature.result is None
     assert signature.bind((arr(2, 3),), {}).names == {"n": 2, "m": 3}
     assert read_signature(lambda: 0, result=False) is None
 
@@ -253,7 +238,7 @@ def test_star_arguments():
 
     assert predict(f, arr(3), arr(3), a=arr(3, 2)) == arr(3)
     assert "argument `xs[1]`" in refused(f, arr(3), arr(4))
-    assert "argument `b`" in refused(f, arr(3), a=arr(3, 2), b=arr(4, 2))
+    assert "argument `named['b']`" in refused(f, arr(3), a=arr(3, 2), b=arr(4, 2))
 
 
 def test_defaults():

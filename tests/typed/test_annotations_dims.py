@@ -162,6 +162,12 @@ def test_fstring_reads_shapes_of_arrays():
     assert predict(f, arr(3, 9), arr(3)) == arr(6)
 
 
+def test_fstring_computes_with_arguments():
+    def f(x: Float[Tensor, "n m"], k: int) -> Float[Tensor, "{max(x.shape)} {x.shape[0]*k}"]: ...
+
+    assert predict(f, arr(3, 9), 2) == arr(9, 6)
+
+
 def test_leaves_of_trees_have_their_own_sizes():
     def f(
         x: PyTree[Float[Tensor, "b ?n"], "T"], y: PyTree[Float[Tensor, "?n"], "T"]

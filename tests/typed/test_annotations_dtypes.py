@@ -199,7 +199,7 @@ def test_unions_of_dtypes():
         "  annotation: Float16[Tensor, 'n'] | BFloat16[Tensor, 'n']\n"
         "  expected: Float16 | BFloat16 (n,)\n"
         "  actual: float32 (3, 1)\n"
-        "  dtype float32 is not bfloat16 or float16\n"
+        "  dtype float32 is not in Float16 | BFloat16\n"
         "  it has 2 dimensions, must have 1"
     )
     either = returns(Int[Tensor, "n"] | Float[Tensor, "n"], x=Num[Tensor, "n"])

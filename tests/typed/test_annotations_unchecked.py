@@ -219,4 +219,4 @@ def test_nothing_is_kept_alive():
     del original, stripped
     gc.collect()
     assert [reference() for reference in references] == [None, None]
-    assert signature.determines_output
+    assert signature.result is not None

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from eqx_torch import AnnotationError, InputError, ShapeError, torch2jax
 
-from ..helpers import annotation_strings, assert_trees_equal
 from ..helpers.annotations import Runs
+from ..helpers import assert_trees_equal
 
 
 # typeguard reads aliases, but not jaxtyping's strings in place.
@@ -96,10 +96,13 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.parametrize("declared", DECLARED.values(), ids=DECLARED)
-@pytest.mark.parametrize("transformed", TRANSFORMED.values(), ids=TRANSFORMED)
-def test_torch_runs_only_in_the_compiled_program(transformed, declared, runs):
-    f = transformed(declared(runs))
+@pytest.mark.parametrize(
+    ("declared", "transform"),
+    [("annotations", one) for one in TRANSFORMED] + [(one, "grad") for one in DECLARED],
+)
+def test_torch_runs_only_in_the_compiled_program(declared, transform, runs):
+    transformed = TRANSFORMED[transform]
+    f = transformed(DECLARED[declared](runs))
     traced = jax.jit(f).lower(X, S)
     compiled = traced.compile()
     assert jax.tree.leaves(traced.out_info)[0].shape is not None
@@ -156,11 +159,13 @@ TRACED = {
 }
 
 
-@every_checker
-@pytest.mark.parametrize("traced", TRACED.values(), ids=TRACED)
+@pytest.mark.parametrize(
+    ("checker", "traced"),
+    [("jaxtyped", one) for one in TRACED] + [(one, "jit") for one in CHECKERS],
+)
 def test_a_wrong_shape_is_refused_when_traced(checker, traced, runs):
     with pytest.raises(ShapeError) as caught:
-        traced(torch2jax(softmax(runs, checker)))(X, S[:2])
+        TRACED[traced](torch2jax(softmax(runs, CHECKERS[checker])))(X, S[:2])
     assert str(caught.value) == WRONG
     assert runs == []
 
@@ -345,13 +350,6 @@ def test_methods_and_callable_objects():
         torch2jax(Scaler(2))(X)
     assert_trees_equal(torch2jax(Scaler(3).double)(V), jnp.concatenate([V, V]))
     assert_trees_equal(torch2jax(Scaler.plain)(V), -V)
-
-
-def test_annotations_as_strings(runs):
-    f = torch2jax(annotation_strings.checked)
-    assert_trees_equal(f(jnp.ones((3, 4))), jnp.ones((3, 4)))
-    with pytest.raises(ShapeError, match="dimension 1 is 3, must be 4"):
-        f(jnp.ones((4, 3)))
 
 
 def test_any_dtype_and_structures_of_arguments():

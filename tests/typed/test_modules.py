@@ -22,8 +22,8 @@ from eqx_torch import (
     to_torch,
 )
 
-from ..helpers import annotation_strings, assert_trees_equal
 from ..helpers.annotations import Runs
+from ..helpers import assert_trees_equal
 
 
 RUNS = Runs()
@@ -226,13 +226,6 @@ def test_what_leaves_the_result_open_is_refused_when_converted():
     assert_trees_equal(model(X), linear(model, X), rtol=1e-5)
     with pytest.raises(ShapeError, match="dimension 1 is 2, must be 3"):
         model(X[:, :2])
-
-
-def test_annotations_as_strings():
-    model = from_torch(annotation_strings.Net())
-    assert_trees_equal(model(X), X.T)
-    with pytest.raises(ShapeError, match="^Net.forward: argument `x`"):
-        model(X[0])
 
 
 class Norm(nn.Module):
