@@ -22,9 +22,8 @@ from ._fakes import blank, blanks_serve, on_blanks, on_fakes, run_on_fakes
 from ._program import (
     ask_for_gradients,
     drawing_from,
-    dtype_hint,
+    hint_for,
     interposing,
-    library_hint,
     on_leaves,
     opened,
     Outputs,
@@ -299,7 +298,7 @@ def _advice(
     """What to write instead, on a line of its own; nothing if torch's message has to do."""
     labels = map(question.function.label, question.site.paths)
     named = list(zip(labels, question.dtypes(), strict=True))
-    hint = dtype_hint(error, named, x64_enabled()) or library_hint(error)
+    hint = hint_for(error, named, x64_enabled())
     if hint:
         return f"\n{hint}"
     numbers = _numbers(question.function, question.site)
