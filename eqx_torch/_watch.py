@@ -142,12 +142,14 @@ class Watch(Draws):
                 self._made[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
     def _note(self, tensor: torch.Tensor) -> None:
-        if self.wrote(tensor):
+        key = storage_key(tensor)
+        if key in self._written:
             return
-        self._written[storage_key(tensor)] = tensor
+        self._written[key] = tensor
         with WithoutFunctionModes(), without_modes():
             storage = tensor.untyped_storage()
-            if storage.device.type != "meta":
+            # What was made in the run ends with it.
+            if key not in self._made and storage.device.type != "meta":
                 self._before.append((storage, storage.clone()))
 
 

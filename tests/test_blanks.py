@@ -173,6 +173,8 @@ def test_what_is_large_takes_no_memory(ways):
     f = torch2jax(lambda x: torch.sin(x[:, None] @ x[None]).T)
     out = jax.eval_shape(f, jax.ShapeDtypeStruct((200_000,), "float32"))
     assert out.shape == (200_000, 200_000)
+    x = jax.ShapeDtypeStruct((200_000, 200_000), "float32")
+    assert jax.eval_shape(torch2jax(lambda x: x.mul_(2)), x) == x
 
 
 def test_no_blank_survives(ways):
