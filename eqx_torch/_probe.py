@@ -8,6 +8,7 @@ inputs and random numbers goes to the findings.
 
 import contextlib
 import dataclasses
+import secrets
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -154,7 +155,7 @@ def _run(question: Question, way: _Way, before: Before) -> Outputs:
 def _run_once(question: Question, way: _Way, before: Before) -> Outputs:
     function, name = question.function, question.function.name
     with function.lock_to_try() or contextlib.nullcontext():
-        watch = Watch()
+        watch = Watch(torch.Generator().manual_seed(secrets.randbits(62)))
         try:
             outputs, written, swaps = _watched(question, way, watch)
         except Exception as error:
@@ -177,7 +178,7 @@ def _watched(question: Question, way: _Way, watch: Watch) -> tuple[Outputs, froz
     with (
         site.ambient.in_force(),
         interposing(),
-        drawing_from(torch.Generator()),
+        drawing_from(watch.instead),
         function.trial(watch) as trial,
         way.mode(_device()) as exposure,
     ):

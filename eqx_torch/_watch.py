@@ -72,10 +72,12 @@ class Draws(TorchDispatchMode):
     Attributes:
         place: what is running, for messages; whoever knows may set it.
         random: the places where random numbers were drawn.
+        instead: the generator that stands for torch's own, if one does; others draw nothing of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, instead: torch.Generator | None = None) -> None:
         super().__init__()
+        self.instead = instead
         self.place = ""
         self.random: list[str] = []
 
@@ -83,20 +85,26 @@ class Draws(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # What has a generator of its own draws nothing from torch's.
         if torch.Tag.nondeterministic_seeded in func.tags and not any(
-            value is not None if argument.name == "generator" else _is_off(argument.name, value)
+            self._is_another(value)
+            if argument.name == "generator"
+            else _is_off(argument.name, value)
             for argument, value in _bound(func, args, kwargs)
         ):
             self.random.append(self.place)
         return func(*args, **kwargs)
 
+    def _is_another(self, generator: torch.Generator | None) -> bool:
+        # Operators get another object for the same generator, so it is told by its seed.
+        instead = self.instead and self.instead.initial_seed()
+        return generator is not None and generator.initial_seed() != instead
+
 
 class Watch(Draws):
     """Sees what the code that runs under it draws, writes to and makes."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, instead: torch.Generator | None = None) -> None:
+        super().__init__(instead)
         self._written: dict[int, torch.Tensor] = {}
         self._before: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         self._made: dict[int, StorageWeakRef] = {}

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from eqx_torch import _fakes, _probe, ShapeError, torch2jax
+from eqx_torch import _fakes, _probe, from_torch, ModuleError, ShapeError, torch2jax
 
+from .helpers import assert_trees_equal
 from .isolated import run_script
 from .test_probe import VALUE_DEPENDENT
 from .test_values_at_hand import BY_VALUES
@@ -175,6 +176,26 @@ def test_what_is_large_takes_no_memory(ways):
     assert out.shape == (200_000, 200_000)
     x = jax.ShapeDtypeStruct((200_000, 200_000), "float32")
     assert jax.eval_shape(torch2jax(lambda x: x.mul_(2)), x) == x
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_draws_are_seen(ways, reads):
+    """Whatever they are drawn from while the function runs on blanks or values."""
+
+    class Noisy(torch.nn.Module):
+        def forward(self, x):
+            y = torch.nn.functional.dropout(x, 0.5, self.training) + torch.rand(8)
+            return y + 0 * y.sum().item() if reads else y
+
+    model, key, x = from_torch(Noisy()), jax.random.key(0), jnp.ones(8)
+    assert_trees_equal(model(x, key=key), model(x, key=key), exact=True)
+    assert ways[0] is not _probe._ON_FAKES
+    with pytest.raises(ModuleError, match="called without `key=`"):
+        model(x)
+    own = torch.Generator().manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(torch2jax(lambda x: x + torch.rand(8, generator=own)), x)
 
 
 def test_no_blank_survives(ways):
