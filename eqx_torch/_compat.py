@@ -170,6 +170,9 @@ SWAPPING = inspect.unwrap(torch.nn.utils.stateless._reparametrize_module).__code
 # What `torch.distributions` asks of a check of its arguments, to raise if it is not so.
 is_all_true = torch._is_all_true
 
+# What `torch.nn.utils.rnn.pad_packed_sequence` calls, which reads lengths without an operator.
+pad_packed_sequence = torch._VF._pad_packed_sequence
+
 
 class TorchDispatchMode(_TorchDispatchMode):
     """The only hook that sees each operator with its schema, hence each write; for probing."""

@@ -31,7 +31,7 @@ from .._program import (
     TorchFunction,
     VmapMethod,
 )
-from .._scripts import scripts_near
+from .._reachable import scripts_near
 from .._trees import flatten, flatten_result, Structure
 from .._watch import Draws, storage_key, Watch
 from .blueprint import Blueprint, Skeleton
@@ -277,7 +277,7 @@ class ModuleFunction(TorchFunction):
         """What was declared was not tried: its first run in each mode tells whether it draws."""
         with Draws() as draws:
             yield
-        if draws.any:
+        if draws.random:
             raise ModuleError(missing_key(self.name, [], inference))
         self._quiet.add(inference)
 

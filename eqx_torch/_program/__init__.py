@@ -11,7 +11,6 @@ from .batch import Vmap as Vmap
 from .bits import same_bits as same_bits
 from .calculus import adjoint as adjoint, differential as differential, untaped as untaped
 from .derivative import Jvp as Jvp, Vjp as Vjp
-from .dtype_hints import dtype_hint as dtype_hint
 from .exclusive import EXCLUSIVE as EXCLUSIVE
 from .function import (
     Compiled as Compiled,
@@ -29,6 +28,7 @@ from .generators import (
     drawing_from as drawing_from,
     own_generator as own_generator,
 )
+from .hints import hint_for as hint_for
 from .interposed import interposing as interposing, with_interposed as with_interposed
 from .leaf import (
     input_label as input_label,
@@ -36,7 +36,6 @@ from .leaf import (
     write_error as write_error,
 )
 from .leaves import ask_for_gradients as ask_for_gradients, on_leaves as on_leaves
-from .library_hints import library_hint as library_hint
 from .record import Record as Record
 from .results import opened as opened
 from .site import argument_name as argument_name, Site as Site

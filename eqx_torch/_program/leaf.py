@@ -22,11 +22,10 @@ from .._trees import flatten, flatten_result, leaf_paths, Structure
 from .base import Indices, Program, Spec, Tensors
 from .bits import observed
 from .declared import as_declared
-from .dtype_hints import dtype_hint
 from .function import Learnt, TorchFunction
+from .hints import hint_for
 from .interposed import is_narrow
 from .leaves import retrying
-from .library_hints import library_hint
 from .results import not_taken, other_constant, widest
 from .site import Site
 
@@ -186,7 +185,7 @@ class Leaf(Program):
         shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
         note = f"`{self.name}` was called on {self.function.described(self.site, shown)}."
         named = [(input_label(self, i), t.dtype) for i, t in enumerate(tensors)]
-        hint = dtype_hint(error, named, self.x64) or library_hint(error)
+        hint = hint_for(error, named, self.x64)
         return f"{note} {hint}".rstrip()
 
     def _checked(self, result: Any) -> list[torch.Tensor]:

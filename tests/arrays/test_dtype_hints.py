@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from eqx_torch import from_torch, torch2jax
-from eqx_torch._program.dtype_hints import dtype_hint
+from eqx_torch._program.hints import hint_for
 
 from ..helpers import assert_trees_equal
 
@@ -143,6 +143,6 @@ def test_with_64_bits_nothing_is_held_in_32():
 def test_the_message_of_a_loss_of_class_labels_on_a_gpu():
     text = "\"nll_loss_forward_reduce_cuda_kernel_2d_index\" not implemented for 'Int'"
     inputs = [("argument 0", torch.float32), ("argument 1", torch.int32)]
-    assert dtype_hint(RuntimeError(text), inputs, x64=False) == INT64
+    assert hint_for(RuntimeError(text), inputs, x64=False) == INT64
     other = re.sub("_index", "", text)
-    assert "argument 1 is int32" in dtype_hint(RuntimeError(other), inputs, x64=False)
+    assert "argument 1 is int32" in hint_for(RuntimeError(other), inputs, x64=False)

@@ -11,6 +11,7 @@ import torch
 from eqx_torch import ShapeError, torch2jax
 
 from ..helpers import assert_trees_equal
+from ..helpers.by_values import VALUE_DEPENDENT
 from ..helpers.twins import random_array
 
 
@@ -32,15 +33,6 @@ def test_one_run_for_each_shape(getkey):
     for n in (3, 3, 4, 3, 4):
         assert_trees_equal(g(jnp.ones(n)), jnp.sin(jnp.ones(n)))
     assert len(runs) == 2 + 5
-
-
-VALUE_DEPENDENT = {
-    "item": lambda x: x * x.sum().item(),
-    "numpy": lambda x: torch.from_numpy(np.cumsum(x.detach().numpy())),
-    "branch": lambda x: x.sin() if x.sum() > 0 else x.cos(),
-    "tolist": lambda x: x * len(x.tolist()),
-    "loop": lambda x: x * sum(1 for v in x if v < 100),
-}
 
 
 every_value_dependent = pytest.mark.parametrize("f", VALUE_DEPENDENT.values(), ids=VALUE_DEPENDENT)

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from torch.func import functional_call
 
 from eqx_torch import from_torch, torch2jax
-from eqx_torch._swaps import seems_to_swap, Swaps
+from eqx_torch._reachable import seems_to_swap
+from eqx_torch._watch import Swaps
 
 from ..helpers import assert_trees_equal
 from ..helpers.meshes import explicit_mesh

@@ -21,25 +21,11 @@ from torch.distributions import (
 from eqx_torch import from_torch, ShapeError, t2j, torch2jax
 
 from ..helpers import assert_trees_equal
+from ..helpers.by_values import BY_VALUES, MASK, X
 from ..helpers.meshes import explicit_mesh
 from ..helpers.twins import random_array
 
 
-MASK = jnp.array([True, False, True, True])
-X = jnp.array([3.0, -1.0, 2.0, 5.0])
-BY_VALUES = {
-    "nonzero": (torch.nonzero, (MASK,)),
-    "argwhere": (torch.argwhere, (X,)),
-    "masked_select": (torch.masked_select, (X, MASK)),
-    "mask": (lambda x: x[x > 0], (X,)),
-    "unique": (torch.unique, (X.round(),)),
-    "where": (lambda x: torch.where(x > 0), (X,)),
-    "repeat": (lambda x, n: x.repeat_interleave(n), (X, jnp.array([1, 0, 2, 1]))),
-    "split": (lambda x, i: torch.tensor_split(x, i.long().cpu()), (X, jnp.array([1, 3]))),
-    "lstsq": (lambda a, b: torch.linalg.lstsq(a, b), (jnp.eye(4)[:, :2] + 1, X[:, None])),
-    "bincount": (torch.bincount, (jnp.array([0, 2, 2, 5]),)),
-    "sliced": (lambda x, n: x[: int(n)], (X, jnp.array(2))),
-}
 every_by_values = pytest.mark.parametrize(("f", "args"), BY_VALUES.values(), ids=BY_VALUES)
 
 

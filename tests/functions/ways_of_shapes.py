@@ -1,4 +1,4 @@
-"""Which way output shapes are found out: without values, by values at hand, or by zeros.
+"""Which way output shapes are found out: by blanks, fakes, values at hand, or zeros.
 
 `python -m tests.functions.ways_of_shapes [operators|modules|transformers]` counts, for torch's
 databases of operators and of modules and for the models of `transformer_models`, which run was the
@@ -77,8 +77,8 @@ def way(find: Callable[[], Any]) -> str:
 
     def noted(question: Any, way: Any, before: Any) -> Any:
         outputs = run(question, way, before)
-        fake = way.mode is _probe.on_fakes
-        found.append("fake" if fake else way.source.removeprefix("one run on "))
+        names = {_probe.on_blanks: "blanks", _probe.on_fakes: "fakes"}
+        found.append(names.get(way.mode) or way.source.removeprefix("one run on "))
         return outputs
 
     _probe._run = noted
@@ -105,7 +105,7 @@ def main(which: str) -> None:
             names[kind, found].add(name)
     for key in names:
         total = counts[0][key] + counts[1][key]
-        shown = "" if "without" in key[1] else ", ".join(sorted(names[key])[:60])
+        shown = "" if key[1] in ("blanks", "fakes") else ", ".join(sorted(names[key])[:60])
         print(f"{which}, examples with {key[0]}: {total} by {key[1]}. {shown}")
     print(f"{time.perf_counter() - start:.0f} s")
 

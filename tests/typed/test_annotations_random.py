@@ -13,8 +13,8 @@ from torch import Tensor
 
 from eqx_torch import ShapeError, torch2jax
 
-from ..helpers.annotations import arr, Runs
 from ..helpers import assert_trees_equal
+from ..helpers.annotations import arr, Runs
 
 
 quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

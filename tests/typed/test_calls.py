@@ -15,8 +15,8 @@ from torch import Tensor
 
 from eqx_torch import AnnotationError, InputError, ShapeError, torch2jax
 
-from ..helpers.annotations import Runs
 from ..helpers import assert_trees_equal
+from ..helpers.annotations import Runs
 
 
 # typeguard reads aliases, but not jaxtyping's strings in place.

@@ -22,8 +22,8 @@ from eqx_torch import (
     to_torch,
 )
 
-from ..helpers.annotations import Runs
 from ..helpers import assert_trees_equal
+from ..helpers.annotations import Runs
 
 
 RUNS = Runs()

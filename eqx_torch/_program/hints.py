@@ -1,11 +1,12 @@
-"""What to write where torch refuses the dtypes that it was given.
+"""What to write where torch code met what it does not take: other dtypes, JAX, or NumPy.
 
-torch has no type of error for this, only messages, which spell a dtype in several ways: `Int`,
-`int`, `torch.int32`, `IntTensor`. Two such mistakes come from JAX. It holds int64 in 32 bits, while
-torch wants class labels to be int64. And nothing is cast where an array meets a layer's parameters.
+Of dtypes torch has no type of error, only messages, which spell one in several ways: `Int`, `int`,
+`torch.int32`, `IntTensor`. Two such mistakes come from JAX. It holds int64 in 32 bits, while torch
+wants class labels to be int64. And nothing is cast where an array meets a layer's parameters.
 """
 
 import re
+import traceback
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -42,16 +43,31 @@ _INT64 = (
     'the torch code, or annotate the argument, `labels: Int64[Tensor, "batch"]`, there or in a '
     "`signature=`, or wrap it with the arguments of a whole call with int64 labels as examples."
 )
+_JAX = (
+    "Torch code met a JAX array, or JAX a tensor. In torch code there are tensors only: pass "
+    "arrays as arguments instead of closing over them, call torch's functions on them, and apply "
+    "JAX functions and Equinox layers outside of it, to what `torch2jax(f)(x)` returns."
+)
+_NUMPY = (
+    "NumPy has no derivatives, and after `detach()` JAX would silently take this one for zero. "
+    "Write torch operators, a `torch.autograd.Function` with a `backward`, or "
+    "`jax.pure_callback` in a `jax.custom_vjp`; if it is a constant, pass "
+    "`jax.lax.stop_gradient(x)`."
+)
 
 
-def dtype_hint(error: BaseException, inputs: Named, x64: bool) -> str:
-    """What to write instead, as one sentence; nothing if the error is not about dtypes.
+def hint_for(error: BaseException, inputs: Named, x64: bool) -> str:
+    """What to write instead; nothing if the error is torch's own affair.
 
     Args:
         error: what torch raised.
         inputs: what torch was given, by the names that messages have for it.
         x64: whether JAX has 64-bit types.
     """
+    return _of_dtypes(error, inputs, x64) or _of_libraries(error)
+
+
+def _of_dtypes(error: BaseException, inputs: Named, x64: bool) -> str:
     message = str(error).partition("\n")[0]
     if isinstance(error, IndexError) or not _ABOUT_DTYPES.search(message):
         return ""
@@ -101,3 +117,17 @@ def _named(text: str) -> list[torch.dtype]:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _of_libraries(error: BaseException) -> str:
+    if "numpy() on Tensor that requires grad" in str(error):
+        return _NUMPY
+    return _JAX if _is_about_jax(error) else ""
+
+
+def _is_about_jax(error: BaseException) -> bool:
+    """Whether torch code met a JAX array, or JAX code a tensor."""
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
+    named = any(name in str(error) for name in ("ArrayImpl", "Tracer", "<class 'torch.Tensor'>"))
+    return named or any(name.split(".")[0] in ("jax", "jaxlib") for name in modules)
