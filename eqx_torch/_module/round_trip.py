@@ -17,7 +17,7 @@ from .core import Core
 from .function import first
 from .layers import set_training
 from .module import misshapen, TorchModule
-from .slots import copied
+from .walk import copied
 
 
 _UNPACKED = " `make_with_state` gives a pair: write `model, state = pair`, `{}({}state=state)`."
