@@ -18,8 +18,8 @@ from .attributes import missing_attribute
 from .core import Core
 from .function import first, missing_key
 from .keywords import Keywords
-from .mode import ModeField
-from .shards import ModuleShards, seed_of
+from .layers import ModeField
+from .rng import ModuleShards, seed_of
 
 
 class TorchModule(eqx.nn.StatefulLayer):

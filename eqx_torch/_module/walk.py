@@ -197,7 +197,7 @@ def refill(container: Any, held: Mapping[Any, Any]) -> None:
 def apart(item: Any) -> tuple[list[Any], Callable[..., Any]] | None:
     """The parts of a value that cannot be changed, and what makes one like it of such parts."""
     if isinstance(item, tuple | frozenset):
-        kind = tuple if isinstance(item, tuple) else frozenset
+        kind: Any = tuple if isinstance(item, tuple) else frozenset
         return elements(item), lambda *parts: kind.__new__(type(item), parts)
     if isinstance(item, types.MethodType):
         return [item.__func__, item.__self__], types.MethodType
