@@ -37,7 +37,7 @@ from .._watch import Draws, storage_key, Watch
 from .blueprint import Blueprint, Skeleton
 from .layers import projection
 from .rng import seeded
-from .traces import GeneratorState
+from .traces import GeneratorState, Reads, stale_tensor
 
 
 SEED = Spec((2,), np.dtype("uint32"))
@@ -87,7 +87,7 @@ class ModuleFunction(TorchFunction):
         self.tells = True
         self._held = _Held()
         self._quiet: set[bool] = set()
-        self._left: tuple[Any, Any, Any] = ((), (), ())  # by the last trial
+        self._left: tuple[Any, ...] = ((), (), (), ())  # by the last trial
         self._told: set[str] = set()
 
     def _key(self) -> Hashable:
@@ -123,7 +123,11 @@ class ModuleFunction(TorchFunction):
             tried = learnt.written is not None
             skeleton.bind(parameters, [b.clone() for b in arrays[count:state]])
             self._held.items.append(skeleton.unbind)
-            with self._seeding(arrays[state]) if has_seed else self._unseeded(inference):
+            reads = skeleton.reads() if usual is None and not tried else None
+            with (
+                self._seeding(arrays[state]) if has_seed else self._unseeded(inference),
+                reads or _UNCHANGED,
+            ):
                 result = self._run(skeleton, args, kwargs)
             new_state = skeleton.state()
             changed = skeleton.changed_constants()
@@ -145,7 +149,8 @@ class ModuleFunction(TorchFunction):
                     # Where there was no trial, the first run was on copies and compared them.
                     compared = () if tried else self._written(learnt)
                     untried = [n for n in numbers if _is_untried(n[-1], tried, arrays)]
-                    self._tell(dict.fromkeys([*written, *compared]), untried, changes.written)
+                    names = dict.fromkeys([*written, *compared])
+                    self._tell(names, untried, changes.written, self._stale(reads))
 
             self._held.items.append(end)
             return result, *new_state
@@ -214,7 +219,8 @@ class ModuleFunction(TorchFunction):
             look = _Look(skeleton, parameters)
             modes.enter_context(_unoptimised(skeleton.module))
             skeleton.bind(parameters, state)
-            result = self._run(skeleton, rest, kwargs)
+            with skeleton.reads() as reads:
+                result = self._run(skeleton, rest, kwargs)
             new_state = skeleton.state()
             triples = zip(self.blueprint.names.state, state, new_state, strict=True)
             self.changed_state = {
@@ -238,7 +244,7 @@ class ModuleFunction(TorchFunction):
                 skeleton.unbind()
                 again = {path: new for path, _, new in skeleton.trace.numbers(changes)}
                 numbers = [number for number in numbers if again.get(number[0]) != number[2]]
-            self._left = written, numbers, changes.written
+            self._left = written, numbers, changes.written, self._stale(reads)
             return result, *new_state
 
         with modes:
@@ -291,9 +297,11 @@ class ModuleFunction(TorchFunction):
         written: Iterable[str],
         numbers: Sequence[tuple[str, Any, Any]],
         loose: Sequence[str],
+        stale: Sequence[str],
     ) -> None:
         """Warns, once, of what torch would keep from one call to the next and JAX does not."""
-        texts = {name: self._written_parameter(name) for name in written}
+        texts = {path: stale_tensor(self.name, path) for path in stale}
+        texts |= {name: self._written_parameter(name) for name in written}
         texts |= {number[0]: _changed_number(self.name, *number) for number in numbers}
         texts |= {path: _written_tensor(self.name, path) for path in loose}
         for path, text in texts.items():
@@ -310,6 +318,9 @@ class ModuleFunction(TorchFunction):
             f'`optax.apply_updates`: `model = eqx.tree_at(lambda m: m.params["{name}"], model, '
             f"replace_fn={projection(layer)})`."
         )
+
+    def _stale(self, reads: Reads | None) -> list[str]:
+        return [] if reads is None else reads.stale(self.python, self.blueprint.loose)
 
     def _seeding(self, seed: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         return seeded(seed, self._held.random.append)

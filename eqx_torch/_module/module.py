@@ -16,8 +16,8 @@ from .._program import Outputs
 from .._sharding import check_on_mesh, check_whole, ON_THE_MESH
 from .core import Core
 from .function import first, missing_key
-from .mode import ModeField
-from .shards import ModuleShards, seed_of
+from .layers import ModeField
+from .rng import ModuleShards, seed_of
 from .usage import keywords, missing_attribute
 
 

@@ -340,20 +340,23 @@ def _helper(y):
 
 
 GLOBALS = {
-    "index": (lambda m, a, y: y + _NETWORK[0].bias, "0.bias", "_NETWORK"),
-    "call": (lambda m, a, y: _NETWORK[1](y), "1.weight", "_NETWORK"),
-    "attribute": (lambda m, a, y: y + _HOLDER.network[0].bias, "0.bias", "_HOLDER"),
-    "another function": (lambda m, a, y: _helper(y), "0.bias", "_NETWORK"),
-    "inner function": (lambda m, a, y: sum(y + _NETWORK[0].bias for _ in range(1)), "0.bias", "_N"),
+    "index": (lambda m, a, y: y + _NETWORK[0].bias, "0.bias", "lambda>"),
+    "call": (lambda m, a, y: _NETWORK[0](y), "0.weight", "lambda>"),
+    "attribute": (lambda m, a, y: y + _HOLDER.network[0].bias, "0.bias", "lambda>"),
+    "method": (lambda m, a, y: y + next(_NETWORK.parameters()), "0.weight", "lambda>"),
+    "view": (lambda m, a, y: y + _NETWORK[0].weight.data[:1], "0.weight", "lambda>"),
+    "another function": (lambda m, a, y: _helper(y), "0.bias", "_helper"),
+    "inner function": (lambda m, a, y: sum(y + _NETWORK[0].bias for _ in range(1)), "0.bias", ">"),
 }
 
 
-@pytest.mark.parametrize(("hook", "name", "variable"), GLOBALS.values(), ids=GLOBALS)
-def test_functions_that_read_parameters_by_a_global_are_named(hook, name, variable):
+@pytest.mark.parametrize(("hook", "name", "reader"), GLOBALS.values(), ids=GLOBALS)
+def test_functions_that_read_parameters_by_a_global_are_named(hook, name, reader):
     handle = _NETWORK[1].register_forward_hook(hook)
     try:
-        with pytest.raises(ModuleError, match=rf"reads its parameter {name} through.*`{variable}"):
-            from_torch(_NETWORK)
+        model = from_torch(_NETWORK)
+        with pytest.raises(ModuleError, match=rf"{reader}` reads its parameter {name} through"):
+            model(jnp.ones((1, 3)))
     finally:
         handle.remove()
 
@@ -369,8 +372,12 @@ def test_methods_that_read_parameters_by_a_variable_are_named():
         def forward(self, x):
             return x @ layer.weight
 
-    with pytest.raises(ModuleError, match=r"Local.forward` reads its parameter layer.weight"):
-        from_torch(Local())
+    message = r"Local.forward` reads its parameter layer.weight"
+    with pytest.raises(ModuleError, match=message):
+        from_torch(Local())(jnp.ones((2, 3)))
+    declared = from_torch(Local(), output_shapes=jax.ShapeDtypeStruct((2, 3), jnp.float32))
+    with pytest.raises(Exception, match=message):
+        declared(jnp.ones((2, 3)))
 
 
 class Sharing(torch.nn.Module):
@@ -469,10 +476,16 @@ class InAVariable(ByAFunctionClass):
     def __init__(self):
         super().__init__(lambda f: lambda x: f.apply(x))
 
+    def forward(self, x):
+        return self.scaling(x)
+
 
 class ByItsApply(ByAFunctionClass):
     def __init__(self):
         super().__init__(lambda f: {"apply": f.apply})
+
+    def forward(self, x):
+        return self.scaling["apply"](x)
 
 
 CLASSES = [
@@ -490,8 +503,9 @@ CLASSES = [
 @pytest.mark.parametrize("kind", CLASSES)
 def test_parameters_that_are_reached_through_a_class_are_named(kind):
     module = kind()
+    model = from_torch(module)
     with pytest.raises(ModuleError, match=r"cannot be converted.*parameter w.*original's. Make it"):
-        from_torch(module)
+        model(X[:3])
 
 
 class Options(dict):
@@ -545,11 +559,14 @@ class Shared:
         return self
 
 
-def test_objects_that_are_not_copied_are_named():
+def test_parameters_that_are_reached_through_objects_that_are_not_copied_are_named():
     module = TwoLayers()
     module.helper = {"a": Shared([module.encoder.weight])}
-    with pytest.raises(ModuleError, match=r"`helper\['a'\]` leads to its parameters.*Shared"):
-        from_torch(module)
+    x = jnp.ones((2, 3))
+    assert_trees_equal(from_torch(module)(x), module(torch.ones(2, 3)).detach(), rtol=1e-5)
+    module.encoder.register_forward_hook(lambda m, a, y: y + module.helper["a"].value[0])
+    with pytest.raises(ModuleError, match=r"lambda>` reads its parameter encoder.weight"):
+        from_torch(module)(x)
 
 
 # What is no parameter is no parameter.

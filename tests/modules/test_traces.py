@@ -158,10 +158,22 @@ class Running(Inverse):
         return x * self.kept
 
 
-STALE = [*CACHES[:4], InACachedProperty, InAChild, AskedFor, Renewed, Running]
+class InAClosure(Inverse):
+    """Keeps what it computed when it was made, in a function that leads to nothing else of it."""
+
+    def __init__(self):
+        super().__init__()
+        kept = self.inverse()
+        self.act = lambda x: x @ kept
+
+    def forward(self, x):
+        return self.act(x)
 
 
-IN_CONTAINERS = [InADict, InAList, InAVariable]
+STALE = [*CACHES[:4], InACachedProperty, InAChild, AskedFor, Renewed, Running, InAClosure]
+
+
+IN_CONTAINERS = [InADict, InAList, InAVariable, InAClosure]
 
 
 @pytest.mark.parametrize(
@@ -172,8 +184,15 @@ def test_what_an_earlier_call_has_cached_is_named(kind, graph):
     module = kind()
     with torch.set_grad_enabled(graph):
         module(torch.from_numpy(X))
+    model = from_torch(module)
+
+    def call():
+        for _ in range(2):
+            model(X)
+            eqx.nn.inference_mode(model)(X[:1])
+
     with pytest.warns(UserWarning, match="computed before the conversion.*convert a new") as warned:
-        from_torch(module)
+        call()
     assert len(warned) == 1
     assert "kept" in str(warned[0].message) or kind is InAVariable
 
@@ -230,8 +249,9 @@ def _pruned():
 )
 def test_nothing_that_torch_s_layers_keep_is_a_cache(make):
     layer, x = make(), torch.from_numpy(X)
-    layer(x, x, x) if isinstance(layer, torch.nn.MultiheadAttention) else layer(x)
-    from_torch(layer)
+    args = (x, x, x) if isinstance(layer, torch.nn.MultiheadAttention) else (x,)
+    layer(*args)
+    from_torch(layer, *args)
 
 
 class Mask(torch.nn.Module):
