@@ -18,8 +18,8 @@ HAS_CUDA := import importlib.metadata as m, torch; \
 
 PICTURES := digits ensemble forces hessian neural_ode sentence_head
 
-.PHONY: demo bench docs pictures dist dist-test test test-all test-floor test-newest test-gpu \
-	gpu-at-once gpu-alone lint clean
+.PHONY: demo bench docs pictures dist dist-test test test-slow test-sweeps test-all test-floor \
+	test-newest test-gpu gpu-at-once gpu-alone lint clean
 
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
@@ -51,9 +51,14 @@ dist-test: .venv/ready
 test: lint
 	.venv/bin/$(PYTEST)
 
-test-all: lint
-	.venv/bin/$(PYTEST) -m ""
+test-slow: .venv/ready
+	.venv/bin/$(PYTEST) -m slow
+
+test-sweeps: .venv/ready
+	.venv/bin/$(PYTEST) -m sweep
 	for tape in off 0 1; do .venv/bin/$(PYTEST) --tape=$$tape $(GRADIENT_TESTS) || exit 1; done
+
+test-all: test test-slow test-sweeps
 
 test-floor: .venv-floor/ready
 	.venv-floor/bin/$(PYTEST)

@@ -9,8 +9,10 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 
+import collections
 import zlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis
 import jax
@@ -44,6 +46,27 @@ def pytest_configure(config: pytest.Config) -> None:
         autodiff.is_recorded = lambda program: False
     elif tape is not None:
         TAPES.last_limit = int(tape)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked `covering`, the cases that show no new value of a parameter are slow."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("covering") and not item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for several in cases.values():
+        for item in _uncovering(several):
+            item.add_marker(pytest.mark.slow)
+
+
+def _uncovering(items: list[Any]) -> list[Any]:
+    """What remains when the case with the most unseen values is taken until all are seen."""
+    unseen = {item: set(item.callspec.indices.items()) for item in items}
+    while any(unseen.values()):
+        seen = unseen.pop(max(unseen, key=lambda item: len(unseen[item])))
+        unseen = {item: values - seen for item, values in unseen.items()}
+    return list(unseen)
 
 
 @pytest.fixture(autouse=True)

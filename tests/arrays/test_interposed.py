@@ -91,6 +91,7 @@ def _samples(name: str) -> list[list[Any]]:
 @pytest.mark.filterwarnings("ignore:.*draws random numbers", "ignore:.*inferred by running")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", marked(INDEXED))
+@pytest.mark.covering
 def test_operators_with_an_index_of_32_bits(name, layout):
     """Values and gradients are those of torch with a contiguous index of 64 bits."""
     seen = 0

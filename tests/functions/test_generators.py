@@ -66,6 +66,7 @@ OTHERS = {"trials": _trace, "draws": _draw_and_seed}
 @pytest.mark.filterwarnings("ignore:.*inferred by running it on zeros")
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("module", MODULES)
+@pytest.mark.covering
 def test_beside_another_thread(module, other):
     model = from_torch(MODULES[module]())
     expected = in_torch(lambda: Drops()(torch.from_numpy(ONES)))

@@ -73,6 +73,7 @@ SPARSE = {
 @pytest.mark.parametrize("residuals", ["tape", "recompute"])
 @pytest.mark.parametrize("name", SPARSE)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.covering
 def test_sparse_gradients_arrive_dense(name, residuals):
     w = jnp.arange(15.0).reshape(5, 3) / 7
     f, expected = torch2jax(SPARSE[name](True), residuals=residuals), torch2jax(SPARSE[name](False))
@@ -131,6 +132,7 @@ SPECS = [
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 @pytest.mark.parametrize(("sizes", "spec", "out_specs"), SPECS)
+@pytest.mark.covering
 def test_derivatives_of_a_batch_on_a_mesh(sizes, spec, out_specs, wrap):
     names = ("x", "y")[: len(sizes)]
     mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Explicit,) * len(sizes))

@@ -85,6 +85,7 @@ REFUSAL = "cannot be differentiated (again|in forward mode)"
 
 @pytest.mark.parametrize("derivative", [*FIRST, *SECOND])
 @pytest.mark.parametrize("name", LEAVING)
+@pytest.mark.covering
 def test_another_path_does_not_hide_it(name, derivative):
     f = torch2jax(lambda x: x + LEAVING[name](x))
     with pytest.raises(Exception, match=REFUSAL):
@@ -93,6 +94,7 @@ def test_another_path_does_not_hide_it(name, derivative):
 
 @pytest.mark.parametrize("derivative", SECOND)
 @pytest.mark.parametrize("name", DETOURS)
+@pytest.mark.covering
 def test_saved_tensors_that_take_a_detour(name, derivative):
     f = torch2jax(lambda x: x + DETOURS[name](x))
     assert_trees_equal(FIRST["jacfwd"](f), FIRST["jacfwd"](lambda x: x + x**2))
@@ -114,6 +116,7 @@ def test_the_first_gradient_is_right(name):
     [RIGHT, square(lambda g, x: 2 * x * g, lambda ctx, t: (2 * ctx.saved_tensors[0] * t).detach())],
     ids=["right", "a tangent of detached tensors"],
 )
+@pytest.mark.covering
 def test_what_stays_in_autograd_is_right(function, derivative):
     take = {**FIRST, **SECOND}[derivative]
     f = torch2jax(lambda x: x + function(x))

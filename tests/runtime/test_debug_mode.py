@@ -143,6 +143,7 @@ def _through_a_preserved_version(x):
 
 @hows
 @pytest.mark.parametrize("write", [_through_numpy, _through_data, _through_a_preserved_version])
+@pytest.mark.covering
 def test_a_write_that_torch_does_not_notice(how, write):
     """It is one that begins later: what the first run writes is known from then on."""
     writes = []

@@ -96,6 +96,7 @@ def _two_outputs_in_jax(x, w):
         (("y",), (None, "x"), {"y": P("y", "x"), "s": P("y", "x")}),
     ],
 )
+@pytest.mark.covering
 def test_two_axes(getkey, use_mesh, x_spec, w_spec, out_specs):
     """Where an output lies over an axis that it does not depend on, devices give its parts."""
     mesh = explicit_mesh(2, 4)

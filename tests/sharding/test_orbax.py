@@ -139,6 +139,7 @@ def saved(tmp_path_factory) -> tuple[Path, Any]:
 
 @pytest.mark.parametrize("source", ["replicated on 8", "sharded over 8", "on 1"])
 @pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.covering
 def test_any_layout_is_restored_onto_any_other(saved, source, target):
     path, expected = saved
     shape, spec = LAYOUTS[target]

@@ -16,6 +16,7 @@ pytestmark = loops
 
 @twins("nested", "writes", "ids", "top", "hidden_input", "inner_grad", "complex", "empty")
 @pytest.mark.parametrize("method", ["torch", "sequential"])
+@pytest.mark.covering
 def test_vmap_of_grad_and_grad_of_vmap(getkey, twin, method):
     args = twin.args(getkey, 3)
     wrapped = torch2jax(twin.torch, vmap_method=method)
@@ -41,6 +42,7 @@ def test_derivative_of_a_batch_of_derivatives(getkey, twin):
 
 @every_method
 @pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0)], ids=str)
+@pytest.mark.covering
 def test_unbatched_arguments_get_the_sum(getkey, method, in_axes):
     args = [random_array(getkey, (4,) if axis is None else (3, 4)) for axis in in_axes]
     f = torch2jax(batch_aware, vmap_method=method)

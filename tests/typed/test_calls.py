@@ -98,6 +98,7 @@ TRANSFORMED = {
 
 @pytest.mark.parametrize("declared", DECLARED.values(), ids=DECLARED)
 @pytest.mark.parametrize("transformed", TRANSFORMED.values(), ids=TRANSFORMED)
+@pytest.mark.covering
 def test_torch_runs_only_in_the_compiled_program(transformed, declared, runs):
     f = transformed(declared(runs))
     traced = jax.jit(f).lower(X, S)
@@ -158,6 +159,7 @@ TRACED = {
 
 @every_checker
 @pytest.mark.parametrize("traced", TRACED.values(), ids=TRACED)
+@pytest.mark.covering
 def test_a_wrong_shape_is_refused_when_traced(checker, traced, runs):
     with pytest.raises(ShapeError) as caught:
         traced(torch2jax(softmax(runs, checker)))(X, S[:2])

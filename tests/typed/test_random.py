@@ -1,4 +1,4 @@
-"""Random annotations on torch functions: JAX predicts what torch returns, and refuses the rest."""
+"""Random annotations: JAX predicts what torch returns, and refuses what jaxtyping does."""
 
 import jax
 import pytest
@@ -65,7 +65,8 @@ def check_wrong(case, data):
     if admitted_by_jaxtyping(case, shapes):
         jax.eval_shape(f, *structs)
     else:
-        with pytest.raises(ShapeError, match="^f: argument `x"):
+        message = "^f: argument `x(.|\n)*( must | cannot be evaluated)"
+        with pytest.raises(ShapeError, match=message):
             jax.eval_shape(f, *structs)
     assert runs == []
 
@@ -82,14 +83,14 @@ def test_wrong_shapes(case, data):
     check_wrong(case, data)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @thorough
 @given(cases(), st.data())
 def test_many_predictions(case, data):
     check_prediction(case, data)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @thorough
 @given(cases(), st.data())
 def test_many_wrong_shapes(case, data):
