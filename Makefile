@@ -52,7 +52,7 @@ test: lint
 	.venv/bin/$(PYTEST)
 
 test-slow: .venv/ready
-	.venv/bin/$(PYTEST) -m slow
+	.venv/bin/$(PYTEST) -m "slow and not sweep"
 
 test-sweeps: .venv/ready
 	.venv/bin/$(PYTEST) -m sweep

@@ -53,7 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test marked `covering`, the cases that show no new value of a parameter are slow."""
     cases = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("covering") and not item.get_closest_marker("slow"):
+        marks = {mark.name for mark in item.iter_markers()}
+        if "covering" in marks and not marks & {"slow", "sweep"}:
             cases[item.nodeid.partition("[")[0]].append(item)
     for several in cases.values():
         for item in _uncovering(several):

@@ -111,7 +111,10 @@ LONG |= {"compilations": 1000, "dropped pullbacks": 10_000}
 
 @pytest.mark.parametrize(
     "counts",
-    [SHORT, *(pytest.param({name: LONG[name]}, marks=pytest.mark.slow) for name in LONG)],
+    [
+        pytest.param(SHORT, marks=pytest.mark.slow),
+        *(pytest.param({name: LONG[name]}, marks=pytest.mark.sweep) for name in LONG),
+    ],
     ids=["short", *LONG],
 )
 def test_memory_of_a_long_process_is_flat(counts):

@@ -228,7 +228,7 @@ def test_random_results_per_shard(part):
         check_rows(seed)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_many_random_results_per_shard():
     for seed in range(1000, 1300):
         check_rows(seed)

@@ -11,7 +11,7 @@ import torch
 from eqx_torch import torch2jax
 
 from ..helpers import assert_trees_equal
-from ..helpers.twins import Cube, every_twin, scalar
+from ..helpers.twins import Cube, every_twin, few_twins, scalar
 
 
 def _tangents(getkey, args):
@@ -34,7 +34,7 @@ def test_jvp(getkey, twin):
     assert_trees_equal(jax.jvp(twin.wrapped, args, tangents), expected, rtol=1e-4)
 
 
-@every_twin
+@few_twins
 def test_jvp_of_jvp(getkey, twin):
     args = twin.args(getkey)
     tangents, others = _tangents(getkey, args), _tangents(getkey, args)
@@ -46,7 +46,7 @@ def test_jvp_of_jvp(getkey, twin):
     assert_trees_equal(second(twin.wrapped), second(twin.jax), rtol=1e-4, atol=1e-4)
 
 
-@every_twin
+@few_twins
 def test_linearize_is_used_twice(getkey, twin):
     args = twin.args(getkey)
     actual, actual_map = jax.linearize(twin.wrapped, *args)
@@ -57,7 +57,7 @@ def test_linearize_is_used_twice(getkey, twin):
         assert_trees_equal(actual_map(*tangents), expected_map(*tangents), rtol=1e-4)
 
 
-@every_twin
+@few_twins
 def test_vjp_is_used_twice(getkey, twin):
     args = twin.args(getkey)
     outs, actual = jax.vjp(twin.wrapped, *args)
@@ -67,7 +67,7 @@ def test_vjp_is_used_twice(getkey, twin):
         assert_trees_equal(actual(cotangents), expected(cotangents), rtol=1e-4)
 
 
-@every_twin
+@few_twins
 def test_jvp_of_grad_and_grad_of_jvp(getkey, twin):
     args = twin.args(getkey)
     tangents = _tangents(getkey, args)

@@ -87,7 +87,7 @@ def test_random_programs_under_random_transformations(part):
     run(part, QUICK_EXAMPLES)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("part", range(THOROUGH_PARTS))
 def test_many_random_programs_under_random_transformations(part):
     run(1000 + part, THOROUGH_EXAMPLES)
