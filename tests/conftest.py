@@ -63,7 +63,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _uncovering(items: list[Any]) -> list[Any]:
     """What remains when the case with the most unseen values is taken until all are seen."""
-    unseen = {item: set(item.callspec.indices.items()) for item in items}
+    # Pytest tells the value of each decorator apart by its id, and has no public name for these.
+    unseen = {item: set(enumerate(item.callspec._idlist)) for item in items}
     while any(unseen.values()):
         seen = unseen.pop(max(unseen, key=lambda item: len(unseen[item])))
         unseen = {item: values - seen for item, values in unseen.items()}

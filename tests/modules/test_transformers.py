@@ -28,7 +28,7 @@ from ..helpers.sets import sampled
 from ..helpers.transformer_models import Architecture, ARCHITECTURES
 
 
-FAST = ["bert", "llama", "t5", "mixtral"]
+FAST = ["llama", "t5"]
 
 transformers.logging.set_verbosity_error()
 
