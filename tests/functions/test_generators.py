@@ -80,6 +80,7 @@ def test_beside_another_thread(module, other):
 
 
 @pytest.mark.parametrize("module", MODULES)
+@pytest.mark.covering(1)
 def test_beside_checkpoints_without_a_key_on_a_mesh(module):
     """These put back torch's random state, on a device while others draw."""
     mesh = explicit_mesh(4)

@@ -117,7 +117,7 @@ def test_the_first_gradient_is_right(name):
     [RIGHT, square(lambda g, x: 2 * x * g, lambda ctx, t: (2 * ctx.saved_tensors[0] * t).detach())],
     ids=["right", "a tangent of detached tensors"],
 )
-@pytest.mark.covering
+@pytest.mark.covering(5)
 def test_what_stays_in_autograd_is_right(function, derivative):
     take = {**FIRST, **SECOND}[derivative]
     f = torch2jax(lambda x: x + function(x))
@@ -144,6 +144,7 @@ _WITHOUT_SECOND = {
     ids=lambda info: info.name,
 )
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.covering(4)
 def test_torchs_own_functions_are_not_refused(info):
     """Some of which go through NumPy, in forwards that have a backward."""
     sample = next(iter(info.sample_inputs("cpu", torch.float64, requires_grad=True)))

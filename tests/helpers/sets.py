@@ -19,5 +19,6 @@ def sampled(values: Iterable[Any], quick: Container[Any], every: int = 1) -> lis
             marks = pytest.mark.sweep if rest % every else pytest.mark.slow
             rest += 1
         arguments = value if isinstance(value, tuple) else (value,)
-        parameters.append(pytest.param(*arguments, marks=marks, id="-".join(map(str, arguments))))
+        name = "-".join(getattr(argument, "__name__", str(argument)) for argument in arguments)
+        parameters.append(pytest.param(*arguments, marks=marks, id=name))
     return parameters

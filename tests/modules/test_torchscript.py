@@ -131,7 +131,7 @@ POTENTIALS = [
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("make", POTENTIALS)
-@pytest.mark.covering
+@pytest.mark.covering(1)
 def test_potentials_are_trained_on_forces(make, jit):
     torch.manual_seed(0)
     module = make()

@@ -206,6 +206,7 @@ def _twin(x, w):
 
 
 @pytest.mark.parametrize("residuals", ["tape", "recompute"])
+@pytest.mark.covering(1)
 def test_derivatives_and_batches_are_right(getkey, residuals):
     """Recorded graphs refer to tensors that are poisoned after the forward."""
     x, w = random_array(getkey, (4, 3)), random_array(getkey, (3, 3))

@@ -73,6 +73,7 @@ def test_control_flow_outside_of_jit_is_kept_by_jax_until_its_caches_are_cleared
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.covering(4)
 def test_compiled_programs_of_dropped_functions_are_freed(use):
     client = jax.devices()[0].client
     use(torch2jax(torch.sin), jnp.ones(3))  # compiles what JAX itself needs for this

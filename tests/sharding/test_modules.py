@@ -107,6 +107,7 @@ def call_squares(model: Any, x: Any, target: Any) -> Any:
 
 
 @DEVICES
+@pytest.mark.covering(1)
 def test_data_parallel(data, devices):
     net = network()
     expected = train(from_torch(net), call_squares, *data)
@@ -119,6 +120,7 @@ def test_data_parallel(data, devices):
 
 
 @MESHES
+@pytest.mark.covering(1)
 def test_data_parallel_inside_shard_map(data, devices, kind):
     net = network()
     expected = train(from_torch(net), call_squares, *data)
@@ -147,7 +149,7 @@ def parallel_squares(model: Any, x: Any, target: Any) -> Any:
 
 @MESHES
 @pytest.mark.parametrize("inferred", [True, False], ids=["inferred", "in_specs"])
-@pytest.mark.covering
+@pytest.mark.covering(1)
 def test_tensor_parallel_inside_shard_map(data, devices, kind, inferred):
     if inferred and kind == AxisType.Auto:
         pytest.skip("types do not tell how arrays are sharded over Auto axes")
@@ -184,6 +186,7 @@ def over_batch(array: jax.Array) -> P:
 
 
 @DEVICES
+@pytest.mark.covering(1)
 def test_fully_sharded_data_parallel(data, devices):
     net = network()
     expected = train(from_torch(net), call_squares, *data)
@@ -207,6 +210,7 @@ def test_fully_sharded_data_parallel(data, devices):
 
 
 @MESHES
+@pytest.mark.covering(1)
 def test_fully_sharded_data_parallel_inside_shard_map(data, devices, kind):
     net = network()
     expected = train(from_torch(net), call_squares, *data)
@@ -402,7 +406,7 @@ JIT = pytest.mark.parametrize("jit", [eqx.filter_jit, lambda f: f], ids=["jit", 
 
 @JIT
 @pytest.mark.parametrize("chosen", [True, False], ids=["set_mesh", "no set_mesh"])
-@pytest.mark.covering
+@pytest.mark.covering(1)
 def test_a_state_off_the_mesh(data, jit, chosen):
     model, state = normalised(out_specs=P("batch"))
     mesh = make_mesh(4, "batch")
@@ -512,7 +516,7 @@ STATEFUL = {
 
 @pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("part", STATEFUL.values(), ids=STATEFUL)
-@pytest.mark.covering
+@pytest.mark.covering(1)
 def test_a_trained_model_with_out_specs_on_what_is_not_sharded(data, part, jit):
     """`from_torch(model)` is the same model without `out_specs`; its state stays valid."""
     x, _ = data

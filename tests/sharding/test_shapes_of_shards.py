@@ -223,6 +223,7 @@ def check_rows(seed):
 
 
 @pytest.mark.parametrize("part", range(2))
+@pytest.mark.covering(1)
 def test_random_results_per_shard(part):
     for seed in range(10 * part, 10 * part + 8):
         check_rows(seed)

@@ -26,7 +26,7 @@ from ..helpers.sets import sampled
 
 
 REFUSAL = "cannot be differentiated (again|in forward mode)"
-QUICK_PARTS, QUICK_EXAMPLES = 6, 50
+QUICK_PARTS, QUICK_EXAMPLES = 6, 40
 THOROUGH_PARTS, THOROUGH_EXAMPLES = 50, 200
 
 # A program is compiled for almost every example; all of them together would be a burden.

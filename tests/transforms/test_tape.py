@@ -154,6 +154,7 @@ def test_pullbacks_in_other_threads(getkey, plain):
         _close(actual, [jax.vjp(_jax, w * pick(i), x)[1](x) for i in range(THREADS)])
 
 
+@pytest.mark.covering(2)
 def test_a_batch_of_cotangents(getkey, plain):
     w, x = _arguments(getkey)
     us = random_array(getkey, (5, 3, 4))
@@ -195,7 +196,7 @@ def test_derivatives_of_pullbacks(getkey, plain):
 
 @few_modes
 @pytest.mark.parametrize("remat", REMATS.values(), ids=REMATS)
-@pytest.mark.covering
+@pytest.mark.covering(3)
 def test_scans_over_layers_and_over_time(getkey, plain, remat):
     ws, x = random_array(getkey, (12, 4, 4)) / 4, random_array(getkey, (3, 4))
 
@@ -215,7 +216,7 @@ def test_scans_over_layers_and_over_time(getkey, plain, remat):
 
 
 @few_modes
-@pytest.mark.covering
+@pytest.mark.covering(3)
 def test_hidden_inputs_in_a_scan(getkey, layer):
     ws, x = random_array(getkey, (6, 4, 4)) / 3, random_array(getkey, (3, 4))
 
@@ -272,6 +273,7 @@ def test_threads_share_a_jitted_gradient(getkey, plain):
     _close(results, [[expected(w * i)] * 5 for i in range(THREADS)])
 
 
+@pytest.mark.covering(2)
 def test_caches_cleared_before_the_backward(getkey, plain):
     w, x = _arguments(getkey)
     y, pull = jax.vjp(plain, w, x)

@@ -26,7 +26,7 @@ def test_vmap(getkey, twin):
 @loops
 @twins("nested", "writes", "ids", "top", "hidden_input", "inner_grad", "complex", "empty")
 @pytest.mark.parametrize("method", ["torch", "sequential"])
-@pytest.mark.covering
+@pytest.mark.covering(4)
 def test_nested_vmap_with_axes_anywhere(getkey, twin, method):
     args = tuple(jnp.moveaxis(x, 0, -1) for x in twin.args(getkey, 2, 3))
     wrapped = torch2jax(twin.torch, vmap_method=method)

@@ -98,7 +98,7 @@ TRANSFORMED = {
 
 @pytest.mark.parametrize("declared", DECLARED.values(), ids=DECLARED)
 @pytest.mark.parametrize("transformed", TRANSFORMED.values(), ids=TRANSFORMED)
-@pytest.mark.covering
+@pytest.mark.covering(5)
 def test_torch_runs_only_in_the_compiled_program(transformed, declared, runs):
     f = transformed(declared(runs))
     traced = jax.jit(f).lower(X, S)
