@@ -11,7 +11,7 @@ GRADIENT_TESTS := $(addprefix tests/transforms/test_, grad.py vmap_grad.py hessi
 
 # JAX leaves to torch the memory it does not use yet. Warnings are those of the machine, too.
 GPU_PYTEST = JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
-	$(GPU_PYTHON) -m pytest -W default -rs --durations=5
+	$(GPU_PYTHON) -m pytest -m "not sweep" -W default -rs --durations=5
 GPU_ALONE := tests/gpu/test_order.py tests/gpu/test_memory.py tests/gpu/test_waiting.py
 HAS_CUDA := import importlib.metadata as m, torch; \
 	assert any(d.name.startswith("jax-cuda") for d in m.distributions()) and torch.version.cuda

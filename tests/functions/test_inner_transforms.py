@@ -35,7 +35,7 @@ X = jnp.array([1.0, 0.5, 3.0])
 
 @pytest.mark.parametrize("name", INSIDE)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 def test_torch_func_inside(name):
     # Forward mode on the tensors that find out shapes is not torch's strength.
     f = torch2jax(INSIDE[name], output_shapes=jax.ShapeDtypeStruct((), jnp.float32))
@@ -134,7 +134,7 @@ SPECS = [
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 @pytest.mark.parametrize(("sizes", "spec", "out_specs"), SPECS)
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 def test_derivatives_of_a_batch_on_a_mesh(sizes, spec, out_specs, wrap):
     names = ("x", "y")[: len(sizes)]
     mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Explicit,) * len(sizes))

@@ -150,6 +150,7 @@ KINDS = [
 @zeros_run
 @pytest.mark.parametrize("declared", [False, True], ids=["inferred", "declared"])
 @pytest.mark.parametrize(("alias", "memory"), ALIASING.values(), ids=ALIASING)
+@pytest.mark.covering(4)
 def test_what_is_written_depends_on_dtype_and_shape(alias, memory, declared):
     def f(x):
         y = alias(x)

@@ -167,6 +167,7 @@ def scaled(module, scale):
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.covering(12)
 def test_a_parameter_is_followed_wherever_it_is_kept(holder):
     assert_follows(lambda: Holding(holder), X)
 

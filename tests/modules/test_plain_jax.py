@@ -70,6 +70,7 @@ TRANSFORMED = {
 
 
 @pytest.mark.parametrize("use", TRANSFORMED.values(), ids=TRANSFORMED)
+@pytest.mark.covering(11)
 def test_transformations_and_control_flow_take_models(use):
     model = linear()
     result = use(lambda model, x: model(x), model)

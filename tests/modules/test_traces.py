@@ -109,7 +109,7 @@ CACHES = [OnItself, InADict, InAList, InAVariable, InACachedProperty, InACachedM
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.covering
+@pytest.mark.covering(4)
 def test_caches_follow_the_parameters(kind, jit):
     model, run = from_torch(kind()), eqx.filter_jit if jit else lambda f: f
     loss = run(eqx.filter_value_and_grad(lambda model, x: jnp.sum(jnp.sin(model(x)))))
@@ -517,6 +517,7 @@ GENERATORS = {
 
 
 @pytest.mark.parametrize("make", GENERATORS.values(), ids=GENERATORS)
+@pytest.mark.covering(4)
 def test_generators_of_a_module_draw_the_same_in_every_call(make):
     x, expected = jnp.ones(4), Drawing(make)(torch.ones(4))
     model = from_torch(Drawing(make))

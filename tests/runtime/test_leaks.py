@@ -50,7 +50,7 @@ def _closing_over(payload):
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 @pytest.mark.parametrize("closed_over", [True, False], ids=["closure", "module"])
-@pytest.mark.covering
+@pytest.mark.covering(5)
 def test_dropped_functions_are_freed(use, closed_over):
     payload = Payload()
     alive = weakref.ref(payload)

@@ -24,6 +24,7 @@ def _tangents(getkey, args):
 
 
 @every_twin
+@pytest.mark.covering(10)
 def test_jvp(getkey, twin):
     args = twin.args(getkey)
     tangents = _tangents(getkey, args)
