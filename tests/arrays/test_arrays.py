@@ -49,7 +49,7 @@ DTYPES = [
 SHAPES = [(), (0,), (1,), (7,), (2, 3), (0, 3), (3, 0, 2), (3, 1), (1, 3), (2, 1, 3, 1)]
 all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 all_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
-vias = pytest.mark.parametrize("via", ["dlpack", "cpu", "host"])
+vias = pytest.mark.parametrize("via", ["dlpack", "host"])
 
 
 def random_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

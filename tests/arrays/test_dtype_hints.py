@@ -51,6 +51,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("dtype", ["int32", "bfloat16", "float16", "uint8", "bool"])
 @pytest.mark.parametrize(("layer", "shape"), LAYERS.values(), ids=LAYERS)
+@pytest.mark.covering
 def test_a_layer_of_floats_given_another_dtype(layer, shape, dtype):
     message = _raised(layer, jnp.ones(shape, dtype), shape=shape)
     hint = f"argument 0 is {dtype}, and nothing is cast for you: pass `x.astype(jax.numpy.float32)`"

@@ -20,6 +20,7 @@ from eqx_torch import from_torch, torch2jax
 
 from ..helpers import assert_trees_equal
 from ..helpers.operators import OPERATORS
+from ..helpers.sets import sampled
 
 
 LAYOUTS = {
@@ -61,10 +62,6 @@ NODES, EDGES, CHANNELS = SIZES.values()
 REDUCTIONS = ["sum", "prod", "mean", "amax", "amin"]
 
 
-def marked(names: Any) -> list[Any]:
-    return [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in names]
-
-
 @pytest.fixture
 def graph(getkey) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Features of nodes, messages along edges, and where each of these ends."""
@@ -90,7 +87,8 @@ def _samples(name: str) -> list[list[Any]]:
 
 @pytest.mark.filterwarnings("ignore:.*draws random numbers", "ignore:.*inferred by running")
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", marked(INDEXED))
+@pytest.mark.parametrize("name", sampled(INDEXED, FAST))
+@pytest.mark.covering
 def test_operators_with_an_index_of_32_bits(name, layout):
     """Values and gradients are those of torch with a contiguous index of 64 bits."""
     seen = 0
@@ -165,6 +163,7 @@ def _no_cotangent(y: torch.Tensor) -> Any:
     return np.zeros(y.shape, jax.dtypes.float0)
 
 
+@pytest.mark.slow
 def test_the_table_has_all_operators_that_take_32_bits():
     """Tried with a contiguous index, where torch has no fault."""
     taking = set()

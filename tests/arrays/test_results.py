@@ -70,6 +70,7 @@ CONTAINERS = {
 
 @pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
 @pytest.mark.parametrize("constant", CONSTANTS, ids=repr)
+@pytest.mark.covering
 def test_constants_are_kept(make, constant):
     f = torch2jax(lambda x: make(x * 2, constant))
     x = jnp.arange(3.0)
@@ -221,6 +222,7 @@ SEQUENCES = {
 
 @pytest.mark.parametrize(("f", "declared"), SEQUENCES.values(), ids=SEQUENCES)
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+@pytest.mark.covering
 def test_lists_and_tuples_are_one_where_they_are_declared(f, declared, jit):
     g = torch2jax(f, output_shapes=declared)
     x = jnp.arange(2.0)

@@ -104,6 +104,7 @@ def test_tables_are_markdown():
     ]
 
 
+@pytest.mark.slow
 def test_a_restricted_process_sees_fewer_cores():
     program = (
         "import os; from tests.benchmarks.harness import use_cores; use_cores(1); "
@@ -120,6 +121,7 @@ def test_a_restricted_process_sees_fewer_cores():
 
 
 @pytest.mark.parametrize("task", models.small_tasks(), ids=lambda task: task.name)
+@pytest.mark.slow
 def test_losses_are_torchs(task):
     module, x, target = task.start()
     y = module(x)
@@ -128,6 +130,7 @@ def test_losses_are_torchs(task):
 
 
 @pytest.mark.usefixtures("promoting")
+@pytest.mark.slow
 def test_training_steps(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(arms, "wrap_torch2jax", None)
     tasks = [task for task in models.small_tasks() if not task.name.startswith(("trans", "3"))]
@@ -153,6 +156,7 @@ def test_arms_that_differ_are_not_timed():
 
 @pytest.mark.usefixtures("promoting")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch.compile's
+@pytest.mark.slow
 def test_training_steps_of_compiled_modules(tmp_path, capsys):
     compared = arms.compiled_arms("aot_eager"), train_step.COMPILED_RATIOS
     result = train_step.run("compiled", [models.mlp(8, 4)], *compared, SHORT, tmp_path)
@@ -164,6 +168,7 @@ def test_training_steps_of_compiled_modules(tmp_path, capsys):
     arms.wrap_torch2jax is None, reason="wrap_torch2jax comes with the extra `bench`"
 )
 @pytest.mark.usefixtures("promoting")
+@pytest.mark.slow
 def test_the_neighbour_trains_alike(tmp_path):
     everything = arms.eager_arms()
     compared = {name: everything[name] for name in ("torch, fused Adam", "ours", "wrap_torch2jax")}
@@ -175,6 +180,7 @@ def test_the_neighbour_trains_alike(tmp_path):
 
 
 @pytest.mark.parametrize("function", [None, vmap.layer], ids=["module", "function"])
+@pytest.mark.slow
 def test_batches(tmp_path, capsys, function):
     case = vmap.Case("linear", lambda: torch.nn.Linear(4, 4), (4,), function)
     result = vmap.run([case], SHORT, tmp_path, batch=3)
@@ -185,10 +191,12 @@ def test_batches(tmp_path, capsys, function):
 
 
 @pytest.mark.parametrize("case", vmap.cases(), ids=lambda case: case.name)
+@pytest.mark.slow
 def test_every_batched_forward_is_torchs(case):
     vmap.check(case.name, vmap.forwards(case, 2))
 
 
+@pytest.mark.slow
 def test_devices(tmp_path, capsys):
     case = devices.Case("MLP", lambda: devices.mlp(8), (4, 8))
     result = devices.run([case], SHORT, tmp_path)
@@ -199,6 +207,7 @@ def test_devices(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("promoting")
+@pytest.mark.slow
 def test_memory(tmp_path, capsys, monkeypatch):
     def child(*arguments, threads=None):
         memory.main(list(map(str, arguments)))
@@ -215,10 +224,12 @@ def test_memory(tmp_path, capsys, monkeypatch):
     assert_written(result, tmp_path, capsys)
 
 
+@pytest.mark.slow
 def test_memory_of_a_program():
     assert 1 < memory.imported("json") < memory.imported("numpy") < 1000
 
 
+@pytest.mark.slow
 def test_startup(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the machine may be busy
     text = startup.PROGRAMS["eqx_torch, first call"]
@@ -230,6 +241,7 @@ def test_startup(tmp_path, capsys, monkeypatch):
     assert_written(result, tmp_path, capsys)
 
 
+@pytest.mark.slow
 def test_first_calls(tmp_path, capsys):
     result = trace.run(layers=1, width=64, batch=2, length=8, rounds=2, repeats=2, out=tmp_path)
     names = [row["step"] for row in result["rows"]]
@@ -238,11 +250,13 @@ def test_first_calls(tmp_path, capsys):
     assert_written(result, tmp_path, capsys)
 
 
+@pytest.mark.slow
 def test_a_first_call_computes_what_torch_does():
     _, result, expected = trace.first_call(trace.bert(2, 64), batch=2, length=8)
     assert_trees_equal(result, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_both_ways_to_declare_shapes_trace_the_same():
     annotated, explicit = trace.typed_models().values()
     assert trace.typed_trace(annotated, 3)[0] == trace.typed_trace(explicit, 3)[0]
@@ -254,6 +268,7 @@ def test_both_ways_to_declare_shapes_trace_the_same():
 # Calls
 
 
+@pytest.mark.slow
 def test_calls_compute_what_torch_does():
     for name, (function, arrays) in call_overhead.cases().items():
         tensors = [j2t(x) for x in arrays]
@@ -269,6 +284,7 @@ def test_slopes_are_the_costs_of_a_further_array():
     assert_trees_equal(call_overhead.slopes(figures, "torch"), {"median": 2.5, "best": 2.0})
 
 
+@pytest.mark.slow
 def test_calls(tmp_path, capsys):
     result = call_overhead.run(SHORT, tmp_path)
     figures = {row["call"]: row["us"] for row in result["rows"]}

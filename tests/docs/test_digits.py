@@ -12,6 +12,9 @@ from examples import digits
 from ..helpers import assert_trees_equal
 
 
+pytestmark = pytest.mark.slow
+
+
 SMALL = digits.Settings(epochs=1, batch_size=64)
 
 

@@ -32,6 +32,7 @@ def _only(folder: Path, pattern: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_wheel_holds_the_package_and_nothing_else(built):
     with zipfile.ZipFile(_only(built, "*.whl")) as wheel:
         names = set(wheel.namelist())
@@ -42,6 +43,7 @@ def test_wheel_holds_the_package_and_nothing_else(built):
     assert f"{info}/licenses/LICENSE" in names
 
 
+@pytest.mark.slow
 def test_wheel_says_what_it_is(built):
     with zipfile.ZipFile(_only(built, "*-py3-none-any.whl")) as wheel:
         (path,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
@@ -54,6 +56,7 @@ def test_wheel_says_what_it_is(built):
     assert required == project["dependencies"]
 
 
+@pytest.mark.slow
 def test_source_distribution_holds_what_the_tests_need(built):
     with tarfile.open(_only(built, "*.tar.gz")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -68,7 +71,7 @@ def test_changelog_has_a_section_for_the_version():
     assert versions[0] == eqx_torch.__version__
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_installed_wheel_works_without_a_compiler(built, tmp_path):
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
     python = str(tmp_path / "venv" / "bin" / "python")

@@ -26,6 +26,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=_name)
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=_name)
+@pytest.mark.slow
 def test_blocks_run(page, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     program = [sys.executable, "-W", "error", "-m", "tests.helpers.run_blocks", str(page)]
@@ -89,6 +90,7 @@ def test_first_block_of_the_readme_is_the_example():
     assert blocks((ROOT / "README.md").read_text())[0][1] == marked
 
 
+@pytest.mark.slow
 def test_the_example_of_the_readme_runs():
     program = [sys.executable, "-W", "error", str(ROOT / "examples" / "readme.py")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

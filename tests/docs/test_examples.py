@@ -1,6 +1,6 @@
 """Each example, smaller than it is shown, in a process of its own: what it claims holds.
 
-`digits.py`, `typed_calls.py` and `readme.py` are tested with what they are about.
+`digits.py` and `readme.py` are tested with what they are about.
 """
 
 import json
@@ -51,12 +51,14 @@ def picture(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_sentence_head(picture):
     figures = run("sentence_head", picture=picture, steps=100)
     assert figures["difference"] < 1e-5  # from torch's embeddings, whose norm is 1
     assert figures["accuracy"] > 0.7  # of four departments
 
 
+@pytest.mark.slow
 def test_forces(picture):
     coarse = run("forces", picture=picture, step=4.0, chunks=2, chunk=30)
     fine = run("forces", picture=picture, step=2.0, chunks=2, chunk=60)
@@ -69,6 +71,7 @@ def test_forces(picture):
     assert coarse["400 K"]["displacement"] > 2 * coarse["50 K"]["displacement"]
 
 
+@pytest.mark.slow
 def test_neural_ode(picture):
     figures = run("neural_ode", picture=picture, steps=30, pieces=8)
     # The solver's tolerance is 1e-5 a step. The forward mode goes the same steps as the backward.
@@ -77,6 +80,7 @@ def test_neural_ode(picture):
     assert figures["last loss"] < 0.2 * figures["first loss"]
 
 
+@pytest.mark.slow
 def test_ensemble(picture):
     figures = run("ensemble", picture=picture, members=5, steps=500)
     assert figures["loss"] < 3 * 0.1**2  # the noise's variance
@@ -84,6 +88,7 @@ def test_ensemble(picture):
     assert figures["spread without"] > 3 * figures["spread with data"]
 
 
+@pytest.mark.slow
 def test_finetune_transformer():
     figures = run("finetune_transformer", steps=60, batch_size=16)
     # The order of the names decides, which the head alone cannot tell.
@@ -91,11 +96,33 @@ def test_finetune_transformer():
     assert figures["head and last layer"] > 0.65
 
 
+@pytest.mark.slow
 def test_hessian(picture):
     figures = run("hessian", picture=picture, hidden=3, steps=60, count=4)
     assert figures["difference"] < 1e-8
     assert figures["products"] < figures["parameters"]
     assert figures["largest"] > 100 * figures["median"]
+
+
+@pytest.mark.slow
+def test_typed_calls():
+    program = [sys.executable, "-W", "error", str(ROOT / "examples" / "typed_calls.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(program, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    one, eight, *message = done.stdout.splitlines()
+    assert one == "one device: (16, 10, 32)"
+    assert eight.startswith("eight devices: (16, 10, 32) P")
+    assert message == [
+        "Attention.forward: argument `mask` does not match its annotation.",
+        "  annotation: Bool[Tensor, '#batch time time']",
+        "  expected: Bool (#batch=16, time=10, time=10)",
+        "  actual: bool (1, 9, 10)",
+        "  dimension 1 (`time`) is 9, must be 10",
+        "names bound in this call:",
+        "  batch = 16, from argument `x`, dimension 0",
+        "  time = 10, from argument `x`, dimension 1",
+    ]
 
 
 def test_every_example_is_in_the_documentation():

@@ -13,6 +13,7 @@ every_feature = pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.che
 
 @pytest.mark.parametrize("name", ["eqx_torch", "pure_callback"])
 @every_feature
+@pytest.mark.slow
 def test_the_table_is_true(feature, name):
     assert has(LIBRARIES[name](), feature) == (name in feature.had_by)
 

@@ -415,6 +415,7 @@ def _vmapped(f):
 
 @pytest.mark.parametrize("how", [_eager, jax.jit, _grad, _vmapped], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(("returns", "message"), RUNTIME.values(), ids=RUNTIME)
+@pytest.mark.covering
 def test_an_error_at_run_time(how, returns, message):
     bad = [True]
 

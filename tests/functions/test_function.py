@@ -421,6 +421,7 @@ INDEXED = {
 
 
 @pytest.mark.parametrize(("f", "twin"), INDEXED.values(), ids=INDEXED)
+@pytest.mark.covering(3)
 def test_floats_beside_integers(getkey, f, twin):
     x = random_array(getkey, (1, 4, 4))
     f = torch2jax(f)

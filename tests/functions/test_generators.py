@@ -66,6 +66,7 @@ OTHERS = {"trials": _trace, "draws": _draw_and_seed}
 @pytest.mark.filterwarnings("ignore:.*inferred by running it on zeros")
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("module", MODULES)
+@pytest.mark.covering
 def test_beside_another_thread(module, other):
     model = from_torch(MODULES[module]())
     expected = in_torch(lambda: Drops()(torch.from_numpy(ONES)))
@@ -79,6 +80,7 @@ def test_beside_another_thread(module, other):
 
 
 @pytest.mark.parametrize("module", MODULES)
+@pytest.mark.covering(1)
 def test_beside_checkpoints_without_a_key_on_a_mesh(module):
     """These put back torch's random state, on a device while others draw."""
     mesh = explicit_mesh(4)

@@ -52,6 +52,7 @@ def case(request, getkey):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit])
+@pytest.mark.covering
 def test_modules_whose_forward_relies_on_gradients(case, wrap):
     module, args = case
     model, arrays = from_torch(module), [t2j(x) for x in args]

@@ -22,6 +22,7 @@ import torch
 from eqx_torch import torch2jax
 
 from ..helpers import assert_trees_equal
+from ..helpers.sets import sampled
 
 
 pytestmark = [
@@ -237,12 +238,12 @@ def _draw_array(draw: random.Random, shape: tuple[int, ...], dtype: str) -> Any:
     return values if draw.random() < 0.3 else jnp.asarray(values)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", sampled(range(12), range(3)))
 def test_random_writes(seed):
     check(seed, 6)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("part", range(10))
 def test_many_random_writes(part):
     for seed in range(1000 + 30 * part, 1030 + 30 * part):

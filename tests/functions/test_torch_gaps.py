@@ -60,6 +60,7 @@ def test_custom_operators(square, transform):
         lambda f: jax.vmap(lambda x: jax.jvp(f, (x,), (x,))),
     ],
 )
+@pytest.mark.covering(3)
 def test_custom_operators_in_batches(square, transform):
     x = jnp.array([1.0, 2.0])
     actual = jax.jit(transform(_quartic(square)))(x)

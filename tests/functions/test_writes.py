@@ -73,6 +73,7 @@ zeros_run = pytest.mark.filterwarnings("ignore:the output shapes of")
 @every_writer
 @pytest.mark.parametrize("declared", [False, True], ids=["inferred", "declared"])
 @pytest.mark.parametrize("start", [0.0, 2.0])
+@pytest.mark.covering
 def test_the_argument_keeps_its_values(f, twin, declared, start):
     """Also where the first call happens to write what was there."""
     wrapped = torch2jax(f, output_shapes=(lambda x: x) if declared else None)
@@ -86,6 +87,7 @@ def test_the_argument_keeps_its_values(f, twin, declared, start):
 
 @pytest.mark.parametrize("name", ["in place", "item", "view"])
 @pytest.mark.parametrize("declared", [False, True], ids=["inferred", "declared"])
+@pytest.mark.covering
 def test_under_transformations(getkey, name, declared):
     f, twin = WRITERS[name]
     x = random_array(getkey, (3, 4))
@@ -148,6 +150,7 @@ KINDS = [
 @zeros_run
 @pytest.mark.parametrize("declared", [False, True], ids=["inferred", "declared"])
 @pytest.mark.parametrize(("alias", "memory"), ALIASING.values(), ids=ALIASING)
+@pytest.mark.covering(4)
 def test_what_is_written_depends_on_dtype_and_shape(alias, memory, declared):
     def f(x):
         y = alias(x)
@@ -193,6 +196,7 @@ class WritesWideGradient(torch.autograd.Function):
 @pytest.mark.parametrize("way", ["numpy", "data"])
 @pytest.mark.parametrize("residuals", ["tape", "recompute"])
 @pytest.mark.parametrize("start", [0.0, 3.0])
+@pytest.mark.covering
 def test_what_a_backward_writes_depends_on_dtype_and_shape(monkeypatch, way, residuals, start):
     """Also where the first call happens to write what was there."""
     monkeypatch.setattr(WritesWideGradient, "way", way)
@@ -267,6 +271,7 @@ GRADIENTS = {
 
 @pytest.mark.parametrize("how", GRADIENTS.values(), ids=GRADIENTS)
 @pytest.mark.parametrize("residuals", ["tape", "recompute"])
+@pytest.mark.covering
 def test_a_backward_that_writes_to_the_gradient_it_is_given(getkey, how, residuals):
     f = torch2jax(ScalesGradient.apply, residuals=residuals, vmap_method="sequential")
     x = random_array(getkey, (5,))
@@ -406,6 +411,7 @@ every_residuals = pytest.mark.parametrize("residuals", ["tape", "recompute"])
 @hows
 @every_when
 @every_way
+@pytest.mark.covering
 def test_no_forward_changes_an_array_however_and_whenever_it_writes(way, when, how):
     def f(x, y):
         if when(x):
@@ -462,6 +468,7 @@ def _check_pullbacks(f, how, residuals):
 @every_when
 @every_way
 @pytest.mark.parametrize("what", ["primal", "cotangent"])
+@pytest.mark.covering
 def test_no_backward_changes_an_array_however_and_whenever_it_writes(
     what, way, when, how, residuals
 ):
@@ -480,6 +487,7 @@ _triple = operator.methodcaller("mul_", 3)
 @hows
 @pytest.mark.parametrize("way", UNNAMED.values(), ids=UNNAMED)
 @pytest.mark.parametrize("what", ["primal", "cotangent"])
+@pytest.mark.covering
 def test_the_first_run_of_a_backward_shows_what_no_name_does(what, way, how, residuals):
     _check_pullbacks(_square(way, lambda x: True, what), how, residuals)
 
@@ -512,6 +520,7 @@ class Clamps(torch.nn.Module):
 @every_when
 @every_way
 @pytest.mark.filterwarnings("ignore:the forward of")
+@pytest.mark.covering
 def test_no_parameter_changes_under_a_forward_that_writes_to_it(way, when, how):
     example = Clamps(way, when)
     model = from_torch(example, output_shapes=lambda x: x)
@@ -535,6 +544,7 @@ class SquaresWeight(torch.nn.Module):
 @hows
 @every_residuals
 @pytest.mark.parametrize("way", UNNAMED.values(), ids=UNNAMED)
+@pytest.mark.covering
 def test_no_parameter_changes_under_a_backward_that_writes_to_it(way, residuals, how):
     model = from_torch(SquaresWeight(way), residuals=residuals)
     gradient = how(jax.grad(lambda model, x: model(x)))

@@ -51,6 +51,7 @@ def test_values(getkey, twin):
 
 @few_twins
 @pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.covering
 def test_gradients(getkey, twin, order):
     args = twin.args(getkey)
 

@@ -190,7 +190,16 @@ TWINS = {
     ),
 }
 
+FEW = ("nested", "writes", "hidden_input", "ids", "complex", "empty")
+
 every_twin = pytest.mark.parametrize("twin", TWINS.values(), ids=TWINS)
+few_twins = pytest.mark.parametrize(  # all, of which the quick set has a few
+    "twin",
+    [
+        pytest.param(twin, marks=() if name in FEW else pytest.mark.slow, id=name)
+        for name, twin in TWINS.items()
+    ],
+)
 
 
 def twins(*names: str):

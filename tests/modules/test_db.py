@@ -28,6 +28,7 @@ from ..helpers.module_samples import (
     Sample,
     samples,
 )
+from ..helpers.sets import sampled
 
 
 # Of every kind: plain, normalising, recurrent, with integers, drawing, lazy.
@@ -52,10 +53,7 @@ _BATCHED = 2
 
 configurations = pytest.mark.parametrize(
     ("name", "training"),
-    [
-        pytest.param(*c, marks=() if c in FAST else pytest.mark.slow, id="-".join(map(str, c)))
-        for c in CONFIGURATIONS
-    ],
+    sampled(CONFIGURATIONS, FAST, every=3),
 )
 
 

@@ -130,6 +130,7 @@ class Classifier(eqx.Module):
     ],
     ids=["jit", "checkpoint", "dict", "hash"],
 )
+@pytest.mark.covering
 def test_models_cannot_be_hashed(use, wrap):
     model = wrap(from_torch(torch.nn.Linear(3, 3)))
     message = (
@@ -165,6 +166,7 @@ CALLS = {
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize(("call", "message", "where"), CALLS.values(), ids=CALLS)
+@pytest.mark.covering
 def test_states_and_keys_among_the_arguments_of_torch(call, message, where, jit):
     model, state = with_state()
     with pytest.raises(InputError) as info:
@@ -193,6 +195,7 @@ WRONG_KEYS = {
 
 @pytest.mark.parametrize("evaluated", [False, True])
 @pytest.mark.parametrize(("key", "message"), WRONG_KEYS.values(), ids=WRONG_KEYS)
+@pytest.mark.covering
 def test_what_is_no_key(key, message, evaluated):
     model = eqx.nn.inference_mode(from_torch(torch.nn.Dropout(0.5)), value=evaluated)
     with pytest.raises(InputError) as info:

@@ -187,6 +187,7 @@ class Recurrent(torch.nn.Module):
 
 @pytest.mark.parametrize("kind", [torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM])
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}])
+@pytest.mark.covering
 def test_recurrent_layers_use_changed_parameters(kind, options, getkey):
     getkey()
     assert_trains_as_in_torch(Recurrent(kind, **options), torch.randn(2, 5, 3))

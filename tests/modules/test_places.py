@@ -167,12 +167,14 @@ def scaled(module, scale):
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.covering(12)
 def test_a_parameter_is_followed_wherever_it_is_kept(holder):
     assert_follows(lambda: Holding(holder), X)
 
 
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("holder", ["attribute", "tuple", "closure", "object"])
+@pytest.mark.covering
 def test_views_are_followed_with_their_values_and_gradients(holder, kept):
     assert_follows(lambda: Holding(holder, kept), X)
 

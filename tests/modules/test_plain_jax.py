@@ -70,6 +70,7 @@ TRANSFORMED = {
 
 
 @pytest.mark.parametrize("use", TRANSFORMED.values(), ids=TRANSFORMED)
+@pytest.mark.covering(11)
 def test_transformations_and_control_flow_take_models(use):
     model = linear()
     result = use(lambda model, x: model(x), model)
@@ -100,7 +101,13 @@ def test_device_put_takes_a_model(place):
 
 
 @pytest.mark.parametrize(
-    "optimizer", [optax.sgd(0.1), optax.adam(0.1), optax.adamw(0.1), optax.lbfgs(0.1)]
+    "optimizer",
+    [
+        optax.sgd(0.1),
+        optax.adamw(0.1),
+        pytest.param(optax.adam(0.1), marks=pytest.mark.slow),
+        pytest.param(optax.lbfgs(0.1), marks=pytest.mark.slow),
+    ],
 )
 @jax.numpy_dtype_promotion("standard")
 def test_optax_takes_a_whole_model(optimizer):

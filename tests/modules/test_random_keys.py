@@ -205,12 +205,13 @@ def check(seed: int, rounds: int) -> None:
             keyed[0].check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_random_models_draw_by_their_keys(seed):
     check(seed, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("part", range(5))
 def test_many_random_models_draw_by_their_keys(part):
     for seed in range(1000 + 10 * part, 1010 + 10 * part):

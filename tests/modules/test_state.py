@@ -148,6 +148,7 @@ def test_gradients_with_state_as_aux(x):
     ids=["batch", "instance", "spectral"],
 )
 @pytest.mark.parametrize("transform", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
+@pytest.mark.covering
 def test_gradients_of_two_calls_that_pass_on_the_state(norm, transform, getkey):
     """torch's own statistics are constants to its autograd, whatever they were computed from."""
     network = torch.nn.Sequential(torch.nn.Linear(3, 3), norm())

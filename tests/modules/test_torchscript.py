@@ -66,6 +66,7 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.covering
 def test_buffers_at_any_depth(make):
     torch.manual_seed(0)
     module = make(Outer().eval())
@@ -130,6 +131,7 @@ POTENTIALS = [
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("make", POTENTIALS)
+@pytest.mark.covering(1)
 def test_potentials_are_trained_on_forces(make, jit):
     torch.manual_seed(0)
     module = make()

@@ -109,6 +109,7 @@ CACHES = [OnItself, InADict, InAList, InAVariable, InACachedProperty, InACachedM
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.covering(4)
 def test_caches_follow_the_parameters(kind, jit):
     model, run = from_torch(kind()), eqx.filter_jit if jit else lambda f: f
     loss = run(eqx.filter_value_and_grad(lambda model, x: jnp.sum(jnp.sin(model(x)))))
@@ -180,6 +181,7 @@ IN_CONTAINERS = [InADict, InAList, InAVariable, InAClosure]
     ("kind", "graph"),
     [(k, True) for k in STALE] + [(k, False) for k in STALE if k not in IN_CONTAINERS],
 )
+@pytest.mark.covering
 def test_what_an_earlier_call_has_cached_is_named(kind, graph):
     module = kind()
     with torch.set_grad_enabled(graph):
@@ -443,6 +445,7 @@ DECLARED = [{}, {"output_shapes": jax.ShapeDtypeStruct((2, 3), jnp.float32)}]
 
 @pytest.mark.parametrize("declared", DECLARED, ids=["tried", "declared"])
 @pytest.mark.parametrize("kind", [InPlace, ByData, Copied, NewData, NewParameter, InAHook])
+@pytest.mark.covering
 def test_writes_to_parameters_are_named_with_what_to_write(kind, declared):
     model, module = from_torch(kind(), **declared), kind()
     y = module(torch.from_numpy(X)).detach()
@@ -534,6 +537,7 @@ GENERATORS = {
 
 
 @pytest.mark.parametrize("make", GENERATORS.values(), ids=GENERATORS)
+@pytest.mark.covering(4)
 def test_generators_of_a_module_draw_the_same_in_every_call(make):
     x, expected = jnp.ones(4), Drawing(make)(torch.ones(4))
     model = from_torch(Drawing(make))

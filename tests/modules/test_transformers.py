@@ -24,16 +24,13 @@ from eqx_torch import from_torch, t2j, tree_t2j
 from eqx_torch._trees import flatten, TorchObject
 
 from ..helpers import assert_trees_equal
+from ..helpers.sets import sampled
 from ..helpers.transformer_models import Architecture, ARCHITECTURES
 
 
-FAST = ["bert", "llama", "t5", "mixtral"]
+FAST = ["llama", "t5"]
 
 transformers.logging.set_verbosity_error()
-
-
-def _marked(names: Any) -> list[Any]:
-    return [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in names]
 
 
 def _converted(architecture: Architecture, module: torch.nn.Module, inputs: Any) -> Any:
@@ -71,7 +68,7 @@ def _arrays(inputs: dict[str, Any]) -> dict[str, Any]:
     return {k: t2j(x) if isinstance(x, torch.Tensor) else x for k, x in inputs.items()}
 
 
-@pytest.mark.parametrize("name", _marked(ARCHITECTURES))
+@pytest.mark.parametrize("name", sampled(ARCHITECTURES, FAST))
 def test_outputs_and_gradients(name):
     architecture = ARCHITECTURES[name]
     module, inputs = architecture.make(), architecture.inputs()

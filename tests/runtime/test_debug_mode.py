@@ -143,6 +143,7 @@ def _through_a_preserved_version(x):
 
 @hows
 @pytest.mark.parametrize("write", [_through_numpy, _through_data, _through_a_preserved_version])
+@pytest.mark.covering
 def test_a_write_that_torch_does_not_notice(how, write):
     """It is one that begins later: what the first run writes is known from then on."""
     writes = []
@@ -205,6 +206,7 @@ def _twin(x, w):
 
 
 @pytest.mark.parametrize("residuals", ["tape", "recompute"])
+@pytest.mark.covering(1)
 def test_derivatives_and_batches_are_right(getkey, residuals):
     """Recorded graphs refer to tensors that are poisoned after the forward."""
     x, w = random_array(getkey, (4, 3)), random_array(getkey, (3, 3))

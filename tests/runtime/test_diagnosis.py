@@ -187,6 +187,7 @@ def run(**environment):
     )
 
 
+@pytest.mark.slow
 def test_a_process_with_nothing_wrong():
     done = run(JAX_PLATFORMS="cpu", OMP_NUM_THREADS="1", JAX_ENABLE_X64="1")
     assert (done.returncode, done.stderr) == (0, "")
@@ -198,6 +199,7 @@ def test_a_process_with_nothing_wrong():
     assert "  64-bit dtypes  kept\n" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_process_with_too_many_threads():
     done = run(JAX_PLATFORMS="cpu", OMP_NUM_THREADS=f"{os.cpu_count()}", JAX_NUM_CPU_DEVICES="8")
     assert done.returncode == 1, done.stderr
@@ -205,6 +207,7 @@ def test_a_process_with_too_many_threads():
     assert "torch.set_num_threads(1)" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_process_in_which_jax_does_not_start():
     done = run(JAX_PLATFORMS="nonesuch", OMP_NUM_THREADS="1")
     assert done.returncode == 1, done.stderr

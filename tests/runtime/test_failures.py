@@ -37,6 +37,7 @@ if sys.argv[1] == "asked":
 
 
 @pytest.mark.parametrize("asked", ["asked", "never asked"])
+@pytest.mark.slow
 def test_at_exit_it_is_logged_if_nobody_asked(asked):
     out, log = run_script(AT_EXIT, asked, timeout=240)
     assert out.startswith("nan\n")

@@ -50,6 +50,7 @@ def _closing_over(payload):
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 @pytest.mark.parametrize("closed_over", [True, False], ids=["closure", "module"])
+@pytest.mark.covering(5)
 def test_dropped_functions_are_freed(use, closed_over):
     payload = Payload()
     alive = weakref.ref(payload)
@@ -72,6 +73,7 @@ def test_control_flow_outside_of_jit_is_kept_by_jax_until_its_caches_are_cleared
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.covering(4)
 def test_compiled_programs_of_dropped_functions_are_freed(use):
     client = jax.devices()[0].client
     use(torch2jax(torch.sin), jnp.ones(3))  # compiles what JAX itself needs for this
@@ -110,7 +112,10 @@ LONG |= {"compilations": 1000, "dropped pullbacks": 10_000}
 
 @pytest.mark.parametrize(
     "counts",
-    [SHORT, *(pytest.param({name: LONG[name]}, marks=pytest.mark.slow) for name in LONG)],
+    [
+        pytest.param(SHORT, marks=pytest.mark.slow),
+        *(pytest.param({name: LONG[name]}, marks=pytest.mark.sweep) for name in LONG),
+    ],
     ids=["short", *LONG],
 )
 def test_memory_of_a_long_process_is_flat(counts):

@@ -11,6 +11,9 @@ import pytest
 from ..helpers.isolated import run_file, run_script
 
 
+pytestmark = pytest.mark.slow
+
+
 INTERRUPT = """
 import json, os, signal, sys, threading, time
 import jax, jax.numpy as jnp, numpy as np, torch
@@ -80,18 +83,13 @@ def _interrupted(mode, work):
     ("mode", "work"),
     [
         ("jit", "python"),
+        ("jit", "torch"),
+        ("eager", "python"),
+        ("eager", "torch"),
+        ("behind", "python"),
+        ("behind", "torch"),
+        ("mesh", "python"),
         ("mesh", "torch"),
-        *(
-            pytest.param(mode, work, marks=pytest.mark.slow)
-            for mode, work in [
-                ("jit", "torch"),
-                ("eager", "python"),
-                ("eager", "torch"),
-                ("behind", "python"),
-                ("behind", "torch"),
-                ("mesh", "python"),
-            ]
-        ),
     ],
 )
 def test_ctrl_c_during_a_torch_call_of_six_seconds(mode, work):
@@ -169,7 +167,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_a_data_loader_with_workers(tmp_path, context):
     """Workers that only load may be forked; spawned ones import the script, so it is a file."""
     script = tmp_path / "train.py"
@@ -214,7 +212,7 @@ def _threads(calls, torch_threads):
 
 @pytest.mark.parametrize(
     ("calls", "torch_threads"),
-    [(100, 2), *(pytest.param(3000, n, marks=pytest.mark.slow) for n in (1, 2, 4))],
+    [(100, 2), *(pytest.param(3000, n, marks=pytest.mark.sweep) for n in (1, 2, 4))],
 )
 def test_the_number_of_threads_stays_bounded(calls, torch_threads):
     """XLA has a thread for each device; torch gives each thread that calls it a pool, once."""

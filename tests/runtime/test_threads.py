@@ -173,5 +173,6 @@ def test_programs_at_once_on_one_mesh_and_on_single_devices(getkey):
             assert_trees_equal(result, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_jax_inside_of_torch_is_refused():
     run_tests("runtime/nested_calls.py", timeout=300)

@@ -323,6 +323,7 @@ def heavy(x):
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("lock", [False, True])
+@pytest.mark.covering(3)
 def test_heavy_calls_on_several_devices_overlap_unless_locked(devices, lock, getkey):
     mesh = explicit_mesh(devices)
     x = jax.random.normal(getkey(), (devices, 500, 500))

@@ -210,6 +210,7 @@ with jax.profiler.trace(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_profiles_of_jax_have_the_functions_names(tmp_path):
     environment = {
         **os.environ,

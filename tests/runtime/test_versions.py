@@ -93,6 +93,7 @@ def test_without_metadata_nothing_is_known():
 
 
 @pytest.mark.parametrize("floor", ["99", "0"])
+@pytest.mark.slow
 def test_importing_warns_once_and_before_the_rest(tmp_path, floor):
     """With a version so old that a name is missing, the warning has to precede the ImportError."""
     write_metadata(tmp_path, "eqx-torch", METADATA.replace("jax>=0.10", f"jax>={floor}"))

@@ -56,6 +56,7 @@ def test_functional_call_on_eight_devices(getkey):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.covering(1)
 def test_gradients_over_one_of_two_axes(getkey, dtype):
     """XLA's compiler for CPUs may abort at a sum over some axes of those of the mesh."""
     w, x = random_array(getkey, (3,), dtype), random_array(getkey, (8, 3), dtype)
@@ -96,6 +97,7 @@ def _two_outputs_in_jax(x, w):
         (("y",), (None, "x"), {"y": P("y", "x"), "s": P("y", "x")}),
     ],
 )
+@pytest.mark.covering(3)
 def test_two_axes(getkey, use_mesh, x_spec, w_spec, out_specs):
     """Where an output lies over an axis that it does not depend on, devices give its parts."""
     mesh = explicit_mesh(2, 4)
@@ -153,6 +155,7 @@ def test_out_specs_do_nothing_without_a_mesh(getkey):
 
 
 @pytest.mark.parametrize("method", ["torch", "sequential", "broadcast_all", "expand_dims"])
+@pytest.mark.covering(2)
 def test_vmap_over_a_sharded_batch(getkey, method):
     """Each device computes its own members."""
     mesh = explicit_mesh(8)
@@ -225,6 +228,7 @@ MAPPED = {
 
 
 @pytest.mark.parametrize("mapped", MAPPED.values(), ids=MAPPED)
+@pytest.mark.covering(4)
 def test_out_specs_that_name_the_axis_of_a_vmap(getkey, mapped):
     mesh = explicit_mesh(4, 2)
     x = random_array(getkey, (8, 4))

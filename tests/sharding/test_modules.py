@@ -107,6 +107,7 @@ def call_squares(model: Any, x: Any, target: Any) -> Any:
 
 
 @DEVICES
+@pytest.mark.covering(1)
 def test_data_parallel(data, devices):
     net = network()
     expected = train(from_torch(net), call_squares, *data)
@@ -119,6 +120,7 @@ def test_data_parallel(data, devices):
 
 
 @MESHES
+@pytest.mark.covering(1)
 def test_data_parallel_inside_shard_map(data, devices, kind):
     net = network()
     expected = train(from_torch(net), call_squares, *data)
@@ -147,6 +149,7 @@ def parallel_squares(model: Any, x: Any, target: Any) -> Any:
 
 @MESHES
 @pytest.mark.parametrize("inferred", [True, False], ids=["inferred", "in_specs"])
+@pytest.mark.covering(1)
 def test_tensor_parallel_inside_shard_map(data, devices, kind, inferred):
     if inferred and kind == AxisType.Auto:
         pytest.skip("types do not tell how arrays are sharded over Auto axes")
@@ -183,6 +186,7 @@ def over_batch(array: jax.Array) -> P:
 
 
 @DEVICES
+@pytest.mark.covering(1)
 def test_fully_sharded_data_parallel(data, devices):
     net = network()
     expected = train(from_torch(net), call_squares, *data)
@@ -206,6 +210,7 @@ def test_fully_sharded_data_parallel(data, devices):
 
 
 @MESHES
+@pytest.mark.covering(1)
 def test_fully_sharded_data_parallel_inside_shard_map(data, devices, kind):
     net = network()
     expected = train(from_torch(net), call_squares, *data)
@@ -239,6 +244,7 @@ def averaged(state: Any, axis: str) -> Any:
 @KINDS
 @pytest.mark.parametrize("inferred", [True, False], ids=["inferred", "in_specs"])
 @pytest.mark.parametrize("decorated", [True, False], ids=["decorator", "function"])
+@pytest.mark.covering
 def test_shard_map_with_state_and_key(data, kind, inferred, decorated):
     if inferred and kind == AxisType.Auto:
         pytest.skip("types do not tell how arrays are sharded over Auto axes")
@@ -307,6 +313,7 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("out_specs", [None, P("x")], ids=["without", "out_specs"])
 @pytest.mark.parametrize(("make", "name", "spec", "x"), LEFT_SHARDED.values(), ids=LEFT_SHARDED)
+@pytest.mark.covering
 def test_parameters_left_sharded(make, name, spec, x, out_specs, call):
     module = make()
     model = from_torch(module, out_specs=out_specs)
@@ -365,6 +372,7 @@ UNSETTLED = pytest.mark.parametrize("kind", ["reduced", "unreduced"])
 
 @UNSETTLED
 @pytest.mark.parametrize("call", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.covering
 def test_reduced_and_unreduced_arrays(kind, call):
     f = torch2jax(lambda x: x * x)
     with jax.set_mesh(make_mesh(4, "x")):
@@ -398,6 +406,7 @@ JIT = pytest.mark.parametrize("jit", [eqx.filter_jit, lambda f: f], ids=["jit", 
 
 @JIT
 @pytest.mark.parametrize("chosen", [True, False], ids=["set_mesh", "no set_mesh"])
+@pytest.mark.covering(1)
 def test_a_state_off_the_mesh(data, jit, chosen):
     model, state = normalised(out_specs=P("batch"))
     mesh = make_mesh(4, "batch")
@@ -507,6 +516,7 @@ STATEFUL = {
 
 @pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("part", STATEFUL.values(), ids=STATEFUL)
+@pytest.mark.covering(1)
 def test_a_trained_model_with_out_specs_on_what_is_not_sharded(data, part, jit):
     """`from_torch(model)` is the same model without `out_specs`; its state stays valid."""
     x, _ = data

@@ -25,6 +25,9 @@ from examples import digits
 from ..helpers import assert_trees_equal
 
 
+pytestmark = pytest.mark.slow
+
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "multi_process.py"
 
@@ -177,7 +180,6 @@ def test_two_processes_train_as_one_does(tmp_path):
     assert abs(accuracy_in(output) - accuracy) < 1.5 / 360
 
 
-@pytest.mark.slow
 def test_four_processes_train_as_one_does(tmp_path):
     arguments = ["--processes", 4, "--epochs", 1, "--checkpoint", tmp_path / "saved"]
     output = run_example(tmp_path, *arguments)
@@ -187,7 +189,6 @@ def test_four_processes_train_as_one_does(tmp_path):
     assert abs(accuracy_in(output) - accuracy) < 1.5 / 360
 
 
-@pytest.mark.slow
 def test_training_goes_on_with_another_number_of_processes(tmp_path):
     saved = ["--checkpoint", tmp_path / "saved"]
     run_example(tmp_path, "--epochs", 1, *saved)
@@ -215,7 +216,6 @@ def test_the_launcher_ends_all_when_one_dies(tmp_path, victim):
     assert f"Process {victim} ended by SIGKILL, and so the others are ended." in log.read_text()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_without_launcher_jax_ends_the_other(tmp_path, victim):
     with started_without_launcher([SCRIPT], tmp_path) as workers:
@@ -227,7 +227,6 @@ def test_without_launcher_jax_ends_the_other(tmp_path, victim):
     assert "This most likely indicates that another task died" in log.read_text()
 
 
-@pytest.mark.slow
 def test_what_torch_raises_on_one_device_ends_all_processes(tmp_path):
     with started_without_launcher(["-c", WITH_A_LAYER_THAT_RAISES], tmp_path) as workers:
         wait_for_steps(workers[0][1])

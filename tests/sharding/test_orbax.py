@@ -139,6 +139,7 @@ def saved(tmp_path_factory) -> tuple[Path, Any]:
 
 @pytest.mark.parametrize("source", ["replicated on 8", "sharded over 8", "on 1"])
 @pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.covering(3)
 def test_any_layout_is_restored_onto_any_other(saved, source, target):
     path, expected = saved
     shape, spec = LAYOUTS[target]
@@ -199,6 +200,7 @@ def test_training_goes_on_as_if_never_saved(tmp_path):
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.covering(1)
 def test_the_model_computes_the_same_on_fewer_devices(saved, devices):
     path, _ = saved
     results = []

@@ -64,6 +64,7 @@ class Wrapped(torch.nn.Module):
 @every_per_shard
 @pytest.mark.parametrize("wrap", [torch2jax, lambda f, **kw: from_torch(Wrapped(f), **kw)])
 @pytest.mark.parametrize("jit", [eqx.filter_jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.covering
 def test_results_are_put_together_as_in_shard_map(wrap, jit, f, twin, out_specs):
     mesh = explicit_mesh(4)
     with jax.set_mesh(mesh):
@@ -104,6 +105,7 @@ ONLY_A_SHARD = {
     ("module", "x", "spec", "message"), ONLY_A_SHARD.values(), ids=ONLY_A_SHARD
 )
 @pytest.mark.parametrize("wrap", [torch2jax, from_torch])
+@pytest.mark.covering
 def test_errors_that_only_a_shard_has_come_when_jax_traces(wrap, module, x, spec, message):
     module = torch.nn.Sequential(module)
     if wrap is from_torch and isinstance(module[0], torch.nn.BatchNorm1d):
@@ -221,12 +223,13 @@ def check_rows(seed):
 
 
 @pytest.mark.parametrize("part", range(2))
+@pytest.mark.covering(1)
 def test_random_results_per_shard(part):
     for seed in range(10 * part, 10 * part + 8):
         check_rows(seed)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_many_random_results_per_shard():
     for seed in range(1000, 1300):
         check_rows(seed)

@@ -41,6 +41,7 @@ def _forward(f):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.covering(1)
 def test_data_parallel(getkey, axis_type):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
     x, w = random_array(getkey, (16, 4)), random_array(getkey, (4, 4))

@@ -53,6 +53,7 @@ def test_a_batch_is_one_operator(getkey):
 
 @pytest.mark.parametrize("axes", [(0, 0, 0), (3, 0, 4), (None, 1, 2), (0, None, None)], ids=str)
 @pytest.mark.parametrize("transformed", [lambda f: f, gradient], ids=["forward", "gradient"])
+@pytest.mark.covering(2)
 def test_axes(getkey, axes, transformed):
     args = [random(getkey(), shape, axis) for shape, axis in zip(SHAPES, axes, strict=True)]
     actual, expected = (jax.jit(jax.vmap(transformed(f), axes)) for f in (by_torch, by_jax))
@@ -66,6 +67,7 @@ def test_axes(getkey, axes, transformed):
 )
 @pytest.mark.parametrize("axis", [None, 0, 1])
 @pytest.mark.parametrize("dtype", [bool, "float32"])
+@pytest.mark.covering(3)
 def test_masks(getkey, shape, axis, dtype):
     args = [random(getkey(), s, 0) for s in SHAPES]
     mask = random(getkey(), shape, axis)
@@ -77,6 +79,7 @@ def test_masks(getkey, shape, axis, dtype):
 
 
 @pytest.mark.parametrize(("inner", "entries"), [(3, 2), (1, 1), (3, 0)])
+@pytest.mark.covering(1)
 def test_batches_of_batches(getkey, inner, entries):
     shapes = [(inner, entries, *shape[1:]) for shape in SHAPES]
     args = [random(getkey(), shape, -1) for shape in shapes]

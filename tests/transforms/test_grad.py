@@ -19,6 +19,7 @@ def _nth_grad(f, order, argnums):
 
 @every_twin
 @pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.covering(10)
 def test_gradients_are_the_twins(getkey, twin, order):
     args = twin.args(getkey)
     actual, expected = (_nth_grad(f, order, twin.smooth) for f in (twin.wrapped, twin.jax))

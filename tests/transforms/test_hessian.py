@@ -17,6 +17,7 @@ MODES = {"fwd": jax.jacfwd, "rev": jax.jacrev}
 
 @twins("nested", "layouts", "top", "hidden_input", "constant", "linear")
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.covering
 def test_jacobian(getkey, twin, mode):
     args = twin.args(getkey)
 
@@ -31,6 +32,7 @@ def test_jacobian(getkey, twin, mode):
 
 @twins("nested", "writes", "hidden_input", "inner_grad")
 @pytest.mark.parametrize("modes", list(itertools.product(MODES, MODES)), ids="-over-".join)
+@pytest.mark.covering
 def test_hessian(getkey, twin, modes):
     args = twin.args(getkey)
     outer, inner = (MODES[m] for m in modes)

@@ -12,6 +12,7 @@ from ..helpers.twins import every_twin, random_array
 
 
 @every_twin
+@pytest.mark.covering(10)
 def test_eager_and_jitted_are_the_twin(getkey, twin):
     args = twin.args(getkey)
     expected = twin.jax(*args)

@@ -11,7 +11,7 @@ import torch
 from eqx_torch import torch2jax
 
 from ..helpers import assert_trees_equal
-from ..helpers.twins import Cube, every_twin, scalar
+from ..helpers.twins import Cube, every_twin, few_twins, scalar
 
 
 def _tangents(getkey, args):
@@ -24,6 +24,7 @@ def _tangents(getkey, args):
 
 
 @every_twin
+@pytest.mark.covering(10)
 def test_jvp(getkey, twin):
     args = twin.args(getkey)
     tangents = _tangents(getkey, args)
@@ -34,7 +35,7 @@ def test_jvp(getkey, twin):
     assert_trees_equal(jax.jvp(twin.wrapped, args, tangents), expected, rtol=1e-4)
 
 
-@every_twin
+@few_twins
 def test_jvp_of_jvp(getkey, twin):
     args = twin.args(getkey)
     tangents, others = _tangents(getkey, args), _tangents(getkey, args)
@@ -46,7 +47,7 @@ def test_jvp_of_jvp(getkey, twin):
     assert_trees_equal(second(twin.wrapped), second(twin.jax), rtol=1e-4, atol=1e-4)
 
 
-@every_twin
+@few_twins
 def test_linearize_is_used_twice(getkey, twin):
     args = twin.args(getkey)
     actual, actual_map = jax.linearize(twin.wrapped, *args)
@@ -57,7 +58,7 @@ def test_linearize_is_used_twice(getkey, twin):
         assert_trees_equal(actual_map(*tangents), expected_map(*tangents), rtol=1e-4)
 
 
-@every_twin
+@few_twins
 def test_vjp_is_used_twice(getkey, twin):
     args = twin.args(getkey)
     outs, actual = jax.vjp(twin.wrapped, *args)
@@ -67,7 +68,7 @@ def test_vjp_is_used_twice(getkey, twin):
         assert_trees_equal(actual(cotangents), expected(cotangents), rtol=1e-4)
 
 
-@every_twin
+@few_twins
 def test_jvp_of_grad_and_grad_of_jvp(getkey, twin):
     args = twin.args(getkey)
     tangents = _tangents(getkey, args)
@@ -148,6 +149,7 @@ def test_linear_transpose_in_one_of_two_arguments(getkey):
 
 @pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
 @pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.covering(1)
 def test_derivatives_of_forward_rules_that_torch_cannot_differentiate(getkey, name, batched):
     """torch's rules for the tangents of these write to what the derivative of the rule needs."""
     x, t, u = (jax.random.normal(getkey(), (2, 3) if batched else (3,)) for _ in range(3))

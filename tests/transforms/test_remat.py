@@ -19,6 +19,7 @@ POLICIES = {
 # JAX cannot save complex numbers there.
 @twins("nested", "writes", "ids", "top", "hidden_input", "inner_grad", "detached")
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.covering(4)
 def test_gradients(getkey, twin, policy):
     args = twin.args(getkey)
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from eqx_torch import torch2jax
 
@@ -36,6 +37,7 @@ def test_scan_and_its_derivatives(getkey):
 
 
 @twins("nested", "writes", "ids", "top", "hidden_input", "inner_grad", "complex", "empty")
+@pytest.mark.covering(4)
 def test_scan_over_arguments(getkey, twin):
     args = twin.args(getkey, 3)
 

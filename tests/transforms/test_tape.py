@@ -136,6 +136,7 @@ def _in_threads(function):
     return results
 
 
+@pytest.mark.covering
 def test_pullbacks_in_any_order_and_again(getkey, layer):
     w, x = _arguments(getkey)
     points = [(w * (i + 1) / 12, x) for i in range(12)]
@@ -153,6 +154,7 @@ def test_pullbacks_in_other_threads(getkey, plain):
         _close(actual, [jax.vjp(_jax, w * pick(i), x)[1](x) for i in range(THREADS)])
 
 
+@pytest.mark.covering(2)
 def test_a_batch_of_cotangents(getkey, plain):
     w, x = _arguments(getkey)
     us = random_array(getkey, (5, 3, 4))
@@ -194,6 +196,7 @@ def test_derivatives_of_pullbacks(getkey, plain):
 
 @few_modes
 @pytest.mark.parametrize("remat", REMATS.values(), ids=REMATS)
+@pytest.mark.covering(3)
 def test_scans_over_layers_and_over_time(getkey, plain, remat):
     ws, x = random_array(getkey, (12, 4, 4)) / 4, random_array(getkey, (3, 4))
 
@@ -213,6 +216,7 @@ def test_scans_over_layers_and_over_time(getkey, plain, remat):
 
 
 @few_modes
+@pytest.mark.covering(3)
 def test_hidden_inputs_in_a_scan(getkey, layer):
     ws, x = random_array(getkey, (6, 4, 4)) / 3, random_array(getkey, (3, 4))
 
@@ -243,6 +247,7 @@ def test_branches(getkey, plain):
 
 @few_modes
 @pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.covering
 def test_batched_branches_on_shards(getkey, plain, check_vma):
     w, x = random_array(getkey, (4, 4)), random_array(getkey, (8, 3, 4))
 
@@ -268,6 +273,7 @@ def test_threads_share_a_jitted_gradient(getkey, plain):
     _close(results, [[expected(w * i)] * 5 for i in range(THREADS)])
 
 
+@pytest.mark.covering(2)
 def test_caches_cleared_before_the_backward(getkey, plain):
     w, x = _arguments(getkey)
     y, pull = jax.vjp(plain, w, x)
@@ -279,6 +285,7 @@ def test_caches_cleared_before_the_backward(getkey, plain):
 
 @few_modes
 @pytest.mark.parametrize("times", [0, 1, 3])
+@pytest.mark.covering
 def test_few_graphs_of_dropped_pullbacks_are_kept(getkey, plain, times):
     """However often others were called: a graph used up is no reason to keep more of them."""
     w, x = _arguments(getkey)
@@ -334,6 +341,7 @@ def _gradients(model, x, key):
 @few_modes
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.covering
 def test_checkpointed_layers_draw_the_same_again(getkey, residuals, reentrant, sharded):
     out_specs = P("b") if sharded else None
     actual = from_torch(Layer(reentrant), residuals=residuals, out_specs=out_specs)
@@ -409,6 +417,7 @@ class FailingLayer(Layer):
 
 @few_modes
 @pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.covering
 def test_errors_leave_nothing_behind(getkey, residuals, monkeypatch, where):
     model = from_torch(FailingLayer(), residuals=residuals)
     x, key = random_array(getkey, (3, 4)), getkey()

@@ -26,6 +26,7 @@ def test_vmap(getkey, twin):
 @loops
 @twins("nested", "writes", "ids", "top", "hidden_input", "inner_grad", "complex", "empty")
 @pytest.mark.parametrize("method", ["torch", "sequential"])
+@pytest.mark.covering(4)
 def test_nested_vmap_with_axes_anywhere(getkey, twin, method):
     args = tuple(jnp.moveaxis(x, 0, -1) for x in twin.args(getkey, 2, 3))
     wrapped = torch2jax(twin.torch, vmap_method=method)
@@ -38,6 +39,7 @@ def test_nested_vmap_with_axes_anywhere(getkey, twin, method):
 
 @every_method
 @pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 1), (1, 0)], ids=str)
+@pytest.mark.covering
 def test_one_and_two_axes_by_every_method(getkey, method, in_axes):
     def over(f):
         batched = jax.vmap(f, in_axes, out_axes=(0, 1))

@@ -16,6 +16,7 @@ pytestmark = loops
 
 @twins("nested", "writes", "ids", "top", "hidden_input", "inner_grad", "complex", "empty")
 @pytest.mark.parametrize("method", ["torch", "sequential"])
+@pytest.mark.covering(4)
 def test_vmap_of_grad_and_grad_of_vmap(getkey, twin, method):
     args = twin.args(getkey, 3)
     wrapped = torch2jax(twin.torch, vmap_method=method)
@@ -29,6 +30,7 @@ def test_vmap_of_grad_and_grad_of_vmap(getkey, twin, method):
 
 
 @twins("nested", "writes", "ids", "top", "hidden_input", "inner_grad", "complex")
+@pytest.mark.covering(4)
 def test_derivative_of_a_batch_of_derivatives(getkey, twin):
     args = twin.args(getkey, 2)
 
@@ -41,6 +43,7 @@ def test_derivative_of_a_batch_of_derivatives(getkey, twin):
 
 @every_method
 @pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0)], ids=str)
+@pytest.mark.covering(2)
 def test_unbatched_arguments_get_the_sum(getkey, method, in_axes):
     args = [random_array(getkey, (4,) if axis is None else (3, 4)) for axis in in_axes]
     f = torch2jax(batch_aware, vmap_method=method)
@@ -63,6 +66,7 @@ def test_unbatched_arguments_get_the_sum(getkey, method, in_axes):
 
 
 @every_method
+@pytest.mark.covering(2)
 def test_two_batches_around_a_derivative(getkey, method):
     x, y = random_array(getkey, (2, 3, 4)), random_array(getkey, (3, 4))
     f = torch2jax(batch_aware, vmap_method=method)

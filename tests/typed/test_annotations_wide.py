@@ -122,6 +122,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.covering(6)
 def test_class_labels(loss):
     def expected(x):
         return -jnp.take_along_axis(jax.nn.log_softmax(x), Y[:, None], 1).mean()

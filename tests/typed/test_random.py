@@ -260,14 +260,14 @@ def test_wrong_shapes(case, data):
     check_wrong(case, data)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @thorough
 @given(cases(), st.data())
 def test_many_predictions(case, data):
     check_prediction(case, data)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @thorough
 @given(cases(), st.data())
 def test_many_wrong_shapes(case, data):
