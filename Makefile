@@ -3,21 +3,23 @@
 PYTHON ?= python3.11
 PYTHON_NEWEST ?= python3.12
 PYTEST := python -m pytest -n 2
-GRADIENT_TESTS := $(addprefix tests/test_, grad.py vmap_grad.py hessian.py jvp.py remat.py \
-	scan_while_cond.py shard_map.py explicit_sharding.py module_calls.py module_keys.py \
-	module_parameters.py module_sharding.py module_state.py threads.py)
+GRADIENT_TESTS := $(addprefix tests/transforms/test_, grad.py vmap_grad.py hessian.py jvp.py \
+	remat.py scan_while_cond.py) \
+	$(addprefix tests/modules/test_, calls.py keys.py parameters.py state.py) \
+	$(addprefix tests/sharding/test_, shard_map.py explicit_sharding.py modules.py) \
+	tests/runtime/test_threads.py
 
 # JAX leaves to torch the memory it does not use yet. Warnings are those of the machine, too.
 GPU_PYTEST = JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
-	$(GPU_PYTHON) -m pytest -W default -rs --durations=5
+	$(GPU_PYTHON) -m pytest -m "not sweep" -W default -rs --durations=5
 GPU_ALONE := tests/gpu/test_order.py tests/gpu/test_memory.py tests/gpu/test_waiting.py
 HAS_CUDA := import importlib.metadata as m, torch; \
 	assert any(d.name.startswith("jax-cuda") for d in m.distributions()) and torch.version.cuda
 
 PICTURES := digits ensemble forces hessian neural_ode sentence_head
 
-.PHONY: demo bench docs pictures dist dist-test test test-all test-floor test-newest test-gpu \
-	gpu-at-once gpu-alone lint clean
+.PHONY: demo bench docs pictures dist dist-test test test-slow test-sweeps test-all test-floor \
+	test-newest test-gpu gpu-at-once gpu-alone lint clean
 
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
@@ -44,14 +46,19 @@ dist: .venv/ready
 
 # The wheel in an environment of its own, without a compiler.
 dist-test: .venv/ready
-	.venv/bin/python -m pytest tests/test_dist.py -m ""
+	.venv/bin/python -m pytest tests/docs/test_dist.py -m ""
 
 test: lint
 	.venv/bin/$(PYTEST)
 
-test-all: lint
-	.venv/bin/$(PYTEST) -m ""
+test-slow: .venv/ready
+	.venv/bin/$(PYTEST) -m "slow and not sweep"
+
+test-sweeps: .venv/ready
+	.venv/bin/$(PYTEST) -m sweep
 	for tape in off 0 1; do .venv/bin/$(PYTEST) --tape=$$tape $(GRADIENT_TESTS) || exit 1; done
+
+test-all: test test-slow test-sweeps
 
 test-floor: .venv-floor/ready
 	.venv-floor/bin/$(PYTEST)

@@ -22,7 +22,7 @@ from ._errors import (
     ShardingError as ShardingError,
 )
 from ._filter_shard_map import filter_shard_map as filter_shard_map
-from ._function import torch2jax as torch2jax
+from ._function import __getattr__ as __getattr__, torch2jax as torch2jax
 from ._module import (
     from_torch as from_torch,
     load_state_dict as load_state_dict,
@@ -32,7 +32,6 @@ from ._module import (
     TorchModule as TorchModule,
     trainable as trainable,
 )
-from ._moved import __getattr__ as __getattr__
 from ._timeline import Timeline as Timeline, timeline as timeline
 
 

@@ -1,12 +1,14 @@
-"""Everything that depends on a version of JAX or torch, and every private name.
+"""Everything that depends on a version of JAX, torch or jaxtyping, and every private name.
 
 Each private import stands here with the reason why no public name would do, so that a new
-release of JAX or torch can only break this file.
+release of one of them can only break this file.
 """
 
+import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import equinox as eqx
@@ -41,6 +43,18 @@ from jax._src.util import (
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, partial_eval
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from jaxtyping import jaxtyped
+from jaxtyping._storage import (
+    # `?name` has one value for each leaf of a tree, kept under a name that has the leaf's position.
+    clear_treepath_memo as _clear_treepath_memo,
+    get_treepath_memo as leaf_prefix,
+    # Names that `isinstance` binds are wanted afterwards, and its arguments given: `jaxtyped` has
+    # both only for the functions it wraps.
+    pop_shape_memo as _pop_shape_memo,
+    push_shape_memo as _push_shape_memo,
+    set_shape_memo as _set_shape_memo,
+    set_treepath_memo as _set_treepath_memo,
+)
 from torch._C import (
     # Whether torch has a batching rule for an operator, which public names do not say.
     _dispatch_has_kernel_for_dispatch_key as _has_kernel,
@@ -118,6 +132,7 @@ __all__ = [
     "from_dlpack",
     "is_all_true",
     "is_functorch_wrapped_tensor",
+    "leaf_prefix",
     "outside_of_transformations",
     "set_forward_grad_enabled",
     "set_grad_enabled",
@@ -162,6 +177,9 @@ SWAPPING = inspect.unwrap(torch.nn.utils.stateless._reparametrize_module).__code
 
 # What `torch.distributions` asks of a check of its arguments, to raise if it is not so.
 is_all_true = torch._is_all_true
+
+# What `torch.nn.utils.rnn.pad_packed_sequence` calls, which reads lengths without an operator.
+pad_packed_sequence = torch._VF._pad_packed_sequence
 
 
 class TorchDispatchMode(_TorchDispatchMode):
@@ -456,3 +474,50 @@ def called_by_make_with_state() -> bool:
     """
     caller = sys._getframe(2)
     return caller.f_globals.get("__name__") == eqx.nn.make_with_state.__module__
+
+
+def admitted_by_jaxtyping(value: Any, annotation: Any, memo: tuple[dict[str, Any], ...]) -> bool:
+    """Whether `value` is an instance, after which `memo` has the names that were bound.
+
+    `memo` is the sizes of single names, those of variadic ones, the structures and the arguments.
+    """
+    _push_shape_memo({})
+    _set_shape_memo(*memo)
+    try:
+        return isinstance(value, annotation)
+    finally:
+        _pop_shape_memo()
+
+
+def parsed_dimension(annotation: Any) -> tuple[str, Any, bool, bool, bool]:
+    """What jaxtyping parsed the only dimension of an annotation into, which has no public name.
+
+    Its kind ("size", "name", "elem" for an expression, "any"), what it says, and whether it is
+    variadic, may be broadcast (`#`) and differs among the leaves of a tree (`?`).
+    """
+    (dim,) = annotation.dims
+    kind = next((kind for kind in ("size", "name", "elem") if hasattr(dim, kind)), "any")
+    marks = getattr(dim, "broadcastable", False), getattr(dim, "treepath", False)
+    return kind, getattr(dim, kind, None), annotation.index_variadic is not None, *marks
+
+
+@contextlib.contextmanager
+def leaf_position(index: int, structure: str | None) -> Iterator[None]:
+    """Within it, `?name` means the name's value at leaf `index` of the tree named `structure`."""
+    if structure is None:
+        yield
+        return
+    _set_treepath_memo(index, structure)
+    try:
+        yield
+    finally:
+        _clear_treepath_memo()
+
+
+def is_checking_layer(fn: types.FunctionType) -> bool:
+    """Whether `fn` is the wrapper that `jaxtyped(typechecker=...)` puts around a function.
+
+    Its variables tell it from the wrapper of `jaxtyped(typechecker=None)`, which checks nothing.
+    """
+    ours = fn.__code__.co_filename == jaxtyped.__code__.co_filename
+    return ours and "param_signature" in fn.__code__.co_freevars

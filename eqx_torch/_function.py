@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from ._annotations import read_signature_for, unchecked
+from ._annotations import read_signature, unchecked
 from ._errors import InputError
 from ._examples import Annotated, Examples, widened
 from ._invoke import Call, divided, outputs_of, Prepared, prepared
@@ -25,6 +25,13 @@ _IGNORED = {
     "zeros that it needs. Leave it out.",
 }
 _DEPRECATED = {"output_sharding_spec", *_IGNORED}
+_MOVED = {
+    "torch2jax_with_vjp": "write `torch2jax(f, ...)`, which has derivatives of every order",
+    "torch2jax_without_vjp": "write `torch2jax(f, ..., depth=0)`",
+    "torch2jax_auto": "write `torch2jax(f)`, which needs no example arguments",
+    "wrap_torch_fn": "write `torch2jax`",
+    "compile_and_import_module": "leave it out, since nothing is compiled",
+}
 _VMAP_METHODS = ("torch", "sequential", "broadcast_all", "expand_dims")
 
 
@@ -138,7 +145,7 @@ def torch2jax(
             "JAX arrays already. Call it as it is."
         )
     check_options(depth, vmap_method, residuals, out_specs)
-    annotated = read_signature_for(fn, signature, result=output_shapes is None)
+    annotated = read_signature(fn, signature, result=output_shapes is None)
     compiled = Compiled()
     name = function_name(fn)
     function = TorchFunction(
@@ -278,3 +285,13 @@ def check_options(depth: Any, vmap_method: Any, residuals: Any, out_specs: Any) 
         raise InputError(f"`vmap_method={vmap_method!r}`: pass one of {', '.join(_VMAP_METHODS)}.")
     if residuals not in ("tape", "recompute"):
         raise InputError(f'`residuals={residuals!r}`: pass "tape" or "recompute".')
+
+
+def __getattr__(name: str) -> Any:
+    """The `__getattr__` of the package: of names of `wrap_torch2jax`, what to write here."""
+    if name in _MOVED:
+        # An ImportError, since `from eqx_torch import name` drops the text of an AttributeError.
+        raise ImportError(
+            f"`eqx_torch` has no `{name}` of `wrap_torch2jax`: {_MOVED[name]}.", name=name
+        )
+    raise AttributeError(f"module 'eqx_torch' has no attribute '{name}'")

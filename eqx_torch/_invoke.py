@@ -22,12 +22,12 @@ from jax.sharding import PartitionSpec
 
 from ._ambient import Ambient
 from ._arrays import j2t
-from ._call import call as call_program, FAILURES
+from ._call import call as call_program, check_errors, PENDING
 from ._compat import types_of
-from ._deadlocks import refuse_deadlock
 from ._dtypes import dtype_j2t, x64_enabled
 from ._errors import DtypeError, InputError
 from ._probe import Values
+from ._processes import refuse_deadlock
 from ._program import argument_name, Leaf, Outputs, Own, Site, Spec, Static, TorchFunction
 from ._sharding import check_rank, local_spec, out_spec_list, Plan, plan, shard_map
 from ._trees import flatten, leaf_paths, Structure
@@ -65,8 +65,8 @@ class Call:
     ) -> None:
         """Takes a call of the function `name` apart; `also` is one more thing that is alike."""
         refuse_deadlock(name)
-        if FAILURES.pending:
-            FAILURES.raise_pending()
+        if PENDING:
+            check_errors()
         self.name, self.args, self.kwargs, self.own = name, args, kwargs, own
         leaves, self.structure = flatten((args, kwargs))
         self.statics = tuple([None if isinstance(x, _ARRAYS) else Static(x) for x in leaves])

@@ -18,11 +18,11 @@ import torch
 
 from ._dtypes import dtype_j2t, x64_enabled
 from ._errors import EqxTorchError, InputError, ShapeError
-from ._fakes import on_fakes
+from ._fakes import blank, blanks_serve, on_blanks, on_fakes, run_on_fakes
 from ._program import (
     argument_name,
     drawing_from,
-    hint,
+    hint_for,
     interposing,
     opened,
     Outputs,
@@ -30,10 +30,9 @@ from ._program import (
     Spec,
     TorchFunction,
 )
-from ._survivors import Before
-from ._swaps import reaches_module, Swaps
+from ._reachable import reaches_module
 from ._trees import leaf_paths
-from ._watch import Exposure, Watch
+from ._watch import Before, Exposure, Swaps, Watch
 
 
 # The values of the arrays of a call, None if they are not known. To have them may take a copy.
@@ -92,8 +91,12 @@ def probe(question: Question, values: Values | None = None, reason: str = "") ->
     with function.lock_to_try() or contextlib.nullcontext():
         before = Before(function.code.python)
     refusal: Exception | None = None
-    if not reason and not function.runs_on_fakes:
+    if not reason and not run_on_fakes(function.scripts):
         reason = "in TorchScript, `torch.tensor` takes no tensors without values beside it"
+    if not reason and blanks_serve(_device()) and not function.scripts:
+        outputs = _on_blanks(question, before)
+        if outputs is not None:
+            return outputs
     if not reason:
         try:
             return _run(question, _ON_FAKES, before)
@@ -127,6 +130,17 @@ _ZEROS_ADVICE = (
 )
 
 
+def _on_blanks(question: Question, before: Before) -> Outputs | None:
+    """The outputs, None if they are to be found out in another way."""
+    try:
+        outputs = _run(question, _ON_BLANKS, before)
+    except EqxTorchError:
+        raise
+    except Exception:
+        return None
+    return None if _may_be_empty(question, outputs) else outputs
+
+
 def _run(question: Question, way: _Way, before: Before) -> Outputs:
     try:
         return _run_once(question, way, before)
@@ -143,7 +157,7 @@ def _run_once(question: Question, way: _Way, before: Before) -> Outputs:
         try:
             outputs, written, swaps = _watched(question, way, watch)
         except Exception as error:
-            if way is _ON_FAKES and not isinstance(error, EqxTorchError):
+            if way in (_ON_BLANKS, _ON_FAKES) and not isinstance(error, EqxTorchError):
                 _forget_frames(error)
                 before.end(watch, name)
             else:  # it is for the user, with the frames and all that they hold
@@ -162,7 +176,7 @@ def _watched(question: Question, way: _Way, watch: Watch) -> tuple[Outputs, froz
     with (
         site.ambient.in_force(),
         interposing(),
-        drawing_from(torch.Generator()),
+        drawing_from(watch.instead),
         function.code.trial(site, watch) as trial,
         way.mode(_device()) as exposure,
     ):
@@ -191,6 +205,12 @@ def _with_values(device: torch.device) -> Iterator[Exposure]:
         yield exposure
 
 
+def _blank(spec: Spec, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    del device
+    return blank(spec.shape, dtype)
+
+
+_ON_BLANKS = _Way("one run on tensors without values", _blank, on_blanks)
 _ON_FAKES = _Way("one run on tensors without values", _zeros, on_fakes)
 _ON_ZEROS = _Way("one run on zeros", _zeros, _with_values)
 
@@ -229,7 +249,7 @@ def _check_fixed(question: Question, outputs: Outputs) -> None:
 
     XLA sees no need to call a function whose outputs are all empty, so no check would ever tell.
     """
-    if _without_elements(question) or not any(0 in spec.shape for spec in outputs.specs):
+    if not _may_be_empty(question, outputs):
         return
     raise ShapeError(
         f"the shapes that `{question.function.name}` returns seem to depend on the values of its "
@@ -238,6 +258,11 @@ def _check_fixed(question: Question, outputs: Outputs) -> None:
         "or pad to one shape. Wrap it with example arguments of which the values give that shape, "
         "or declare it by `output_shapes=`."
     )
+
+
+def _may_be_empty(question: Question, outputs: Outputs) -> bool:
+    """Whether an output is empty, and no input is to blame."""
+    return not _without_elements(question) and any(0 in spec.shape for spec in outputs.specs)
 
 
 def is_checked(question: Question, outputs: Outputs) -> bool:
@@ -271,9 +296,9 @@ def _advice(
 ) -> str:
     """What to write instead, on a line of its own; nothing if torch's message has to do."""
     named = list(zip(question.site.labels, question.dtypes(), strict=True))
-    advice = hint(error, named, x64_enabled())
-    if advice:
-        return f"\n{advice}"
+    hint = hint_for(error, named, x64_enabled())
+    if hint:
+        return f"\n{hint}"
     numbers = _numbers(question.site)
     if numbers and isinstance(error, TypeError | AttributeError):
         return (

@@ -21,6 +21,7 @@ LARGE = 1000  # entries
 _MOST = 50_000  # objects: those of a module of some thousand layers
 _OPAQUE = (types.ModuleType, str, int, float, complex, bytes)
 _CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, collections.deque)
+_SWAPPER = "functional_call"
 _LIBRARIES = ("jax", "jaxlib", "numpy", "torch")
 
 
@@ -41,6 +42,25 @@ def reachable(root: Any, neighbours: Callable[[Any], Iterable[Any]] | None = Non
         seen.add(id(item))
         yield item
         pending.extend(neighbours(item))
+
+
+def seems_to_swap(function: Callable[..., Any]) -> bool:
+    """Whether a function, or one that is near it, names `torch.func.functional_call`.
+
+    That puts tensors in the place of a module's parameters while it runs.
+    """
+    functions = (x for x in reachable(function, called_by) if isinstance(x, types.FunctionType))
+    return any(_SWAPPER in (f.__name__, *names_in(f.__code__)) for f in functions)
+
+
+def reaches_module(function: Callable[..., Any]) -> bool:
+    """Whether a torch module is near a function, in which others may swap parameters."""
+    return any(isinstance(x, torch.nn.Module) for x in reachable(function))
+
+
+def scripts_near(root: Any) -> tuple[torch.jit.ScriptModule, ...]:
+    """The TorchScript modules, scripted or traced, near a function or a module."""
+    return tuple(x for x in reachable(root) if isinstance(x, torch.jit.ScriptModule))
 
 
 def globals_of(function: types.FunctionType) -> dict[str, Any]:

@@ -61,8 +61,8 @@ class Declaration:
             if callable(shapes) and not hasattr(shapes, "shape"):
                 shapes = shapes(*args, **kwargs)
             return _close_shapes(shapes), "output_shapes"
-        if self._signature and bindings and self._signature.determines_output:
-            source = f"its annotation {self._signature.result_text}"
+        if self._signature and bindings and self._signature.result:
+            source = f"its annotation {self._signature.result.text}"
             return self._signature.output(bindings), source
         return None
 

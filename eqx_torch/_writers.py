@@ -1,4 +1,4 @@
-"""Functions whose code may write to what they are given, on this call or on a later one.
+"""What the code of a function may do, on this call or on a later one, as its bytecode shows.
 
 What a run shows holds for the values that it had, and a write may wait for others: `if bad.any():
 x.data[bad] = 0`. So the code itself is asked whether it names a way to write. It may be wrong in
@@ -7,13 +7,12 @@ call can come to: methods whose names it mentions, nothing of installed librarie
 """
 
 import collections
-import dataclasses
 import dis
 import functools
 import itertools
 import types
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,8 +42,7 @@ _INITIALISERS = frozenset(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Ways:
+class Ways(NamedTuple):
     """The ways to write that code near a function names.
 
     Attributes:
@@ -57,22 +55,23 @@ class Ways:
     in_place: bool = False
     unrecorded: bool = False
 
-    def __or__(self, other: "Ways") -> "Ways":
-        return Ways(
-            self.unseen or other.unseen,
-            self.in_place or other.in_place,
-            self.unrecorded or other.unrecorded,
-        )
-
 
 def ways_to_write(function: Callable[..., Any]) -> Ways:
     """How a function, or what it may call, could write to what it is given."""
-    found = [
-        _ways_in(item.__code__)
-        for item in reachable(function, _Calls())
-        if isinstance(item, types.FunctionType) and not is_closed(item)
-    ]
-    return functools.reduce(Ways.__or__, found, Ways())
+    found = map(_ways_in, _code_of(function))
+    return Ways(*map(any, zip(Ways(), *found, strict=True)))
+
+
+def attributes_set_by(function: Callable[..., Any]) -> frozenset[str]:
+    """The names of the attributes that a function, or what it may call, sets."""
+    steps = (step for code in _code_of(function) for step in _steps(code))
+    return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
+
+
+def _code_of(function: Callable[..., Any]) -> Iterator[types.CodeType]:
+    for item in reachable(function, _Calls()):
+        if isinstance(item, types.FunctionType) and not is_closed(item):
+            yield item.__code__
 
 
 class _Calls:
@@ -102,6 +101,14 @@ class _Calls:
             return [member]
         self._waiting[name].append(member)
         return []
+
+
+def _steps(code: types.CodeType) -> Iterator[dis.Instruction]:
+    """The instructions of code, and of functions inside it."""
+    yield from dis.get_instructions(code)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _steps(inner)
 
 
 def _ways_in(code: types.CodeType) -> Ways:

@@ -9,8 +9,10 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 
+import collections
 import zlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis
 import jax
@@ -18,7 +20,7 @@ import pytest
 import torch
 
 from eqx_torch import check_errors
-from eqx_torch._call import autodiff
+from eqx_torch._call import primitive
 from eqx_torch._program import TAPES
 
 
@@ -41,9 +43,41 @@ def pytest_configure(config: pytest.Config) -> None:
     """Applies `--tape`."""
     tape = config.getoption("--tape")
     if tape == "off":
-        autodiff.is_recorded = lambda program: False
+        primitive.is_recorded = lambda program: False
     elif tape is not None:
         TAPES.last_limit = int(tape)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked `covering`, what shows no new value of a parameter is slow.
+
+    So is what goes beyond a number that the mark names.
+    """
+    cases = collections.defaultdict(list)
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if "covering" in marks and not marks & {"slow", "sweep"}:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for several in cases.values():
+        kept = _covering(several)
+        most = next(iter(several[0].get_closest_marker("covering").args), len(kept))
+        kept = kept[:: -(-len(kept) // most)]
+        for item in several:
+            if item not in kept:
+                item.add_marker(pytest.mark.slow)
+
+
+def _covering(items: list[Any]) -> list[Any]:
+    """The case with the most unseen values, again and again until all are seen."""
+    # Pytest tells the value of each decorator apart by its id, and has no public name for these.
+    unseen = {item: set(enumerate(item.callspec._idlist)) for item in items}
+    kept = []
+    while any(unseen.values()):
+        kept.append(max(unseen, key=lambda item: len(unseen[item])))
+        seen = unseen.pop(kept[-1])
+        unseen = {item: values - seen for item, values in unseen.items()}
+    return kept
 
 
 @pytest.fixture(autouse=True)

@@ -1,139 +1,274 @@
-"""Checking one value against a spec, binding the names in it.
+"""What one call binds, whether its arguments match, and the message if they do not.
 
-The walk raises a `MismatchError` at the first value that does not match. What is not an array, a
-container of arrays or a named structure is not looked at.
+`check` walks over a value beside its spec and has jaxtyping compare or bind each dimension, in a
+memo that is kept here, and next to it, for messages, which argument bound each name. A `#name`
+dimension of size 1 binds nothing in jaxtyping; if no other dimension binds the name, what was
+broadcast along it has size 1, which `Bindings.settle` says after the last argument.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
+import jaxtyping
+import torch
 
-from .._compat_jaxtyping import leaf_position
-from . import structures
-from .bindings import add_array, Bindings, Origin
-from .dtypes import dtype_name, Seen
-from .mismatch import array_mismatch, kind_mismatch, MismatchError
-from .specs import (
-    accepts,
-    Array,
-    Choice,
-    Elements,
-    is_array,
-    Items,
-    Nothing,
-    Other,
-    Record,
-    Spec,
-    Tree,
-    Values,
-)
+from .._compat import admitted_by_jaxtyping, leaf_position, leaf_prefix
+from . import specs
+from .specs import Array, Choice, Container, Dim, dtype_name, is_array, Other, Spec, Tree
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One annotated array of a call."""
+
+    spec: Array
+    array: Any
+
+    @property
+    def dtype(self) -> str:
+        return dtype_name(self.array)
+
+    @property
+    def wide(self) -> torch.dtype | None:
+        """The dtype of 64 bits that the annotation names for an array that has its 32 bits."""
+        named = self.spec.dtype
+        return getattr(torch, named) if named in specs.WIDE and named != self.dtype else None
+
+
+@dataclass
+class Bindings:
+    """The names that a call binds, in jaxtyping's memo, and where: an argument and dimension."""
+
+    arguments: dict[str, Any]
+    single: dict[str, int] = field(default_factory=dict)
+    variadic: dict[str, tuple[bool, tuple[int, ...]]] = field(default_factory=dict)
+    structures: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    ones: dict[str, str] = field(default_factory=dict)
+    seen: list[Seen] = field(default_factory=list)
+
+    def admit(self, value: Any, annotation: Any) -> bool:
+        """Whether jaxtyping takes `value` for what is annotated, after which its names are bound.
+
+        Raises what an expression among the dimensions raises.
+        """
+        memo = self.single, self.variadic, self.structures, self.arguments
+        return admitted_by_jaxtyping(value, annotation, memo)
+
+    def value(self, dim: Dim) -> Any:
+        """What `dim` is: a size, a tuple of sizes if variadic; None if nothing binds it.
+
+        Raises what an expression raises.
+        """
+        if dim.kind == "name":
+            found = self.single.get(key(dim)), self.variadic.get(key(dim), (None, None))[1]
+            return found[dim.variadic]
+        if dim.kind == "elem":  # by the two steps of jaxtyping's comparison
+            return eval(eval(f"f'{dim.value}'", dict(self.arguments)), self.single.copy())
+        return dim.value
+
+    def settle(self) -> None:
+        """After the last argument: names that were broadcast and never larger than 1 are 1."""
+        for name, origin in self.ones.items():
+            if self.single.setdefault(name, 1) == 1:
+                self.origins.setdefault(name, origin)
+
+    def copy(self) -> "Bindings":
+        return Bindings(*map(copy.copy, vars(self).values()))
+
+    @property
+    def names(self) -> dict[str, Any]:
+        variadic = {name: tuple(shape) for name, (_, shape) in self.variadic.items()}
+        return {**self.single, **variadic, **self.structures}
+
+    def __str__(self) -> str:
+        """Lines that follow those of a message: each name, and where it was bound."""
+        lines = [f"\n  {x} = {value}, from {self.origins[x]}" for x, value in self.names.items()]
+        return "".join(["\nnames bound in this call:", *lines]) if lines else ""
+
+
+class _Sizes(NamedTuple):
+    """An array of any dtype, as jaxtyping sees it."""
+
+    shape: tuple[int, ...]
+    dtype: str = "bool"
+
+
+class MismatchError(Exception):
+    """One argument, or a part of it, that does not match its annotation."""
+
+    def __init__(self, path: str, spec: Spec, problems: Sequence[str], facts: Sequence[str] = ()):
+        lines = [f"annotation: {spec.text}", *facts, *problems]
+        super().__init__("\n  ".join([f"argument `{path}` does not match its annotation.", *lines]))
+        self.path, self.problems = path, problems
+
+
+def key(dim: Dim) -> str:
+    """The name under which jaxtyping keeps the value of a named dimension."""
+    return leaf_prefix() + dim.value if dim.per_leaf else dim.value
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {error}"
 
 
 def check(spec: Spec, value: Any, path: str, bindings: Bindings) -> None:
     """Checks `value`, called `path` in messages, and extends `bindings`.
 
-    Raises `MismatchError`.
+    Raises MismatchError at the first part that does not match.
     """
     match spec:
         case Array():
             _array(spec, value, path, bindings)
-        case Items(text=text, items=items):
-            if not (isinstance(value, tuple) and len(value) == len(items)):
-                raise kind_mismatch(path, text, value, bindings, f"a tuple of {len(items)}")
-            for index, item in enumerate(items):
-                check(item, value[index], f"{path}[{index}]", bindings)
-        case Elements(text=text, kind=kind, item=item):
-            if not isinstance(value, kind):
-                raise kind_mismatch(path, text, value, bindings, f"a {kind.__name__.lower()}")
-            for index, one in enumerate(value):
-                check(item, one, f"{path}[{index}]", bindings)
-        case Values(text=text, value=item):
-            if not isinstance(value, Mapping):
-                raise kind_mismatch(path, text, value, bindings, "a dict")
-            for name, one in value.items():
-                check(item, one, f"{path}[{name!r}]", bindings)
-        case Record():
-            _record(spec, value, path, bindings)
         case Tree():
             _tree(spec, value, path, bindings)
         case Choice():
             _choice(spec, value, path, bindings)
-        case Nothing():
-            if value is not None:
-                raise kind_mismatch(path, "None", value, bindings, "None")
-        case Other():
-            pass
+        case Container():
+            parts = spec.parts(value)
+            if parts is None:
+                raise MismatchError(path, spec, [f"it is {_kind(value)}, not {_wanted(spec)}"])
+            for part, one, step in parts:
+                check(part, one, path + step, bindings)
+        case Other(cls=cls) if cls is type(None) and value is not None:
+            raise MismatchError(path, spec, [f"it is {_kind(value)}, not None"])
 
 
 def _array(spec: Array, value: Any, path: str, bindings: Bindings) -> None:
     if not is_array(value):
-        raise kind_mismatch(path, spec.text, value, bindings, "an array")
-    name = dtype_name(value.dtype)
+        raise MismatchError(path, spec, [f"it is {_kind(value)}, not an array"])
+    dtype, shape = dtype_name(value), tuple(value.shape)
+    wanted = spec.dtype or f"in {spec.family}"
+    problems = [] if spec.admits(dtype) else [f"dtype {dtype} is not {wanted}"]
+    problems += _shape(spec.dims, shape, path, bindings)
+    if problems:
+        dims = ", ".join(_expected(dim, bindings) for dim in spec.dims)
+        expected = f"expected: {spec.family} ({dims}{',' * (len(spec.dims) == 1)})"
+        raise MismatchError(path, spec, problems, [expected, f"actual: {dtype} {shape}"])
+    bindings.seen.append(Seen(spec, value))
+
+
+def _shape(
+    dims: Sequence[Dim], shape: tuple[int, ...], path: str, bindings: Bindings
+) -> Iterator[str]:
+    """What is wrong with a shape. Binds the names of the dimensions that are right."""
+    spread, variadic = len(shape) - len(dims) + 1, any(dim.variadic for dim in dims)
+    if spread < 0 or (spread != 1 and not variadic):
+        least = f"at least {len(dims) - 1}" if variadic else len(dims)
+        yield f"it has {len(shape)} dimension{'s' * (len(shape) != 1)}, must have {least}"
+        return
+    start = 0
+    for dim in dims:
+        stop = start + (spread if dim.variadic else 1)
+        where = f"dimension {start}" if stop - start == 1 else f"dimensions {start}:{stop}"
+        yield from _dimension(dim, shape[start:stop], where, path, bindings)
+        start = stop
+
+
+def _dimension(
+    dim: Dim, sizes: tuple[int, ...], where: str, path: str, bindings: Bindings
+) -> Iterator[str]:
     try:
-        matched = spec.family.admits(name) and add_array(spec, value, path, bindings)
+        matched = bindings.admit(_Sizes(sizes), dim.check)
+        known = None if matched else bindings.value(dim)
+    except Exception as error:
+        yield f"{where} (`{dim.text}`) cannot be evaluated: {describe(error.__cause__ or error)}"
+        return
+    if matched and dim.kind == "name":
+        free = dim.broadcastable and not dim.variadic and sizes == (1,)
+        origins = bindings.ones if free else bindings.origins
+        origins.setdefault(key(dim), f"argument `{path}`, {where}")
+    elif not matched and dim.variadic:
+        must = "broadcast with" if dim.broadcastable else "be"
+        yield f"`{dim.text}` is {sizes}, must {must} {known}"
+    elif not matched:
+        label = "" if dim.text == str(dim.value) and dim.kind == "size" else f" (`{dim.text}`)"
+        yield f"{where}{label} is {sizes[0]}, must be {known}{' or 1' * dim.broadcastable}"
+
+
+def _expected(dim: Dim, bindings: Bindings) -> str:
+    try:
+        value = None if dim.kind == "size" else bindings.value(dim)
     except Exception:
-        matched = False  # an expression that cannot be evaluated; the message names it
-    if not matched:
-        raise array_mismatch(spec, value, path, bindings)
-    bindings.seen.append(Seen(spec.family, name, len(value.shape), value))
-
-
-def _record(spec: Record, value: Any, path: str, bindings: Bindings) -> None:
-    if not isinstance(value, Mapping if spec.keyed else spec.cls):
-        raise kind_mismatch(path, spec.text, value, bindings, f"a {spec.text}")
-    for name, field in spec.fields:
-        if not spec.keyed:
-            check(field, getattr(value, name), f"{path}.{name}", bindings)
-        elif name in value:
-            check(field, value[name], f"{path}[{name!r}]", bindings)
-        elif name not in spec.optional:
-            raise MismatchError(path, spec.text, [f"the key {name!r} is missing"], bindings)
+        value = None
+    return dim.text if value is None else f"{dim.text}={value}"
 
 
 def _tree(spec: Tree, value: Any, path: str, bindings: Bindings) -> None:
     # Below what is annotated as a leaf a tree is not flattened; arrays and unchecked things are
     # leaves by themselves.
-    is_leaf = None if isinstance(spec.leaf, Other) else lambda one: accepts(spec.leaf, one)
+    (part,) = spec.children
+    is_leaf = None if isinstance(part, Other) else lambda one: _accepts(part, one)
     leaves, found = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_leaf)
     if spec.structure is not None:
-        _structure(spec, spec.structure, found, path, bindings)
+        try:
+            like = jax.tree.unflatten(found, [0] * len(leaves))
+            matched = bindings.admit(like, jaxtyping.PyTree[Any, spec.structure])
+            problem = f"its structure is {found}, which is not `{spec.structure}`"
+        except jaxtyping.AnnotationError as error:  # a name that no argument of the call binds
+            matched, problem = False, str(error)
+        if not matched:
+            raise MismatchError(path, spec, [problem])
+        bindings.origins.setdefault(spec.structure, f"argument `{path}`")
     for index, (keys, leaf) in enumerate(leaves):
         with leaf_position(index, spec.structure):
-            check(spec.leaf, leaf, path + jax.tree_util.keystr(keys), bindings)
-
-
-def _structure(spec: Tree, structure: str, found: Any, path: str, bindings: Bindings) -> None:
-    if structures.is_binding(structure) and structure not in bindings.structures:
-        bindings.structures[structure] = found
-        bindings.origins[structure] = Origin(path)
-        return
-    try:
-        matched = structures.matches(structure, found, bindings.structures)
-    except KeyError as error:
-        problem = f"the structure `{error.args[0]}` is not bound by any argument of this call"
-        raise MismatchError(path, spec.text, [problem], bindings) from None
-    if not matched:
-        problem = f"its structure is {found}, which is not `{structure}`"
-        raise MismatchError(path, spec.text, [problem], bindings)
+            check(part, leaf, path + jax.tree_util.keystr(keys), bindings)
 
 
 def _choice(spec: Choice, value: Any, path: str, bindings: Bindings) -> None:
-    members = [member for member in spec.members if accepts(member, value)]
+    members = [member for member in spec.children if _accepts(member, value)]
     if not members:
-        raise kind_mismatch(path, spec.text, value, bindings, "one of these")
+        raise MismatchError(path, spec, [f"it is {_kind(value)}, not one of these"])
+    if len(members) == 1:
+        return check(members[0], value, path, bindings)
     problems = []
     for member in members:
         tried = bindings.copy()
         try:
             check(member, value, path, tried)
         except MismatchError as mismatch:
-            if len(members) == 1:
-                raise
             where = "" if mismatch.path == path else f"`{mismatch.path}`, "
             problems += [f"not {member.text}: {where}{one}" for one in mismatch.problems]
         else:
-            bindings.become(tried)
-            return
-    actual = f"{dtype_name(value.dtype)} {tuple(value.shape)}" if is_array(value) else None
-    raise MismatchError(path, spec.text, problems, bindings, actual=actual)
+            return vars(bindings).update(vars(tried))
+    actual = [f"actual: {dtype_name(value)} {tuple(value.shape)}"] if is_array(value) else []
+    raise MismatchError(path, spec, problems, actual)
+
+
+def _accepts(spec: Spec, value: Any) -> bool:
+    """Whether `value` has the kind that `spec` speaks of, shapes and dtypes aside."""
+    match spec:
+        case Array():
+            return is_array(value)
+        case Container(is_record=True, kind=kind):
+            return isinstance(value, kind)
+        case Container():
+            parts = spec.parts(value)
+            return parts is not None and all(_accepts(part, one) for part, one, _ in parts)
+        case Choice(children=members):
+            return any(_accepts(member, value) for member in members)
+        case Other(cls=cls, array=array):
+            return array if is_array(value) else isinstance(value, cls)
+        case _:
+            return True
+
+
+def _wanted(spec: Container) -> str:
+    if spec.names is not None:
+        return f"a tuple of {len(spec.names)}" if spec.kind is tuple else f"a {spec.text}"
+    return "a dict" if spec.kind is Mapping else f"a {spec.kind.__name__.lower()}"
+
+
+def _kind(value: Any) -> str:
+    if value is None or value is specs.MISSING:
+        return "None" if value is None else "missing"
+    if is_array(value):
+        return f"an array, {dtype_name(value)} {tuple(value.shape)}"
+    name = type(value).__name__
+    if type(value) in (tuple, list):
+        return f"a {name} of {len(value)}"
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"

@@ -3,10 +3,8 @@
 The annotations speak of global arrays and of JAX's dtypes, and are checked when a call is traced.
 A checker that is still on the function meets other things when torch runs: the shard of one device,
 whose size is not the annotated `128`, or the int32 tensor that JAX makes of an `Int64` one without
-x64. It would refuse them. (Fake tensors and those inside `torch.func.vmap` it takes: these have
-the class and the shape of what they stand for.) jaxtyping's own switch is one for the process, and
-devices call from several threads, so checkers are taken off, on a copy, and the user's object stays
-as it is.
+x64. It would refuse them. jaxtyping's own switch is one for the process, and devices call from
+several threads, so checkers are taken off, on a copy, and the user's object stays as it is.
 
 Taken off are `jaxtyped(typechecker=...)` and beartype, also below other decorators, and from all
 methods of a module. Left on are `jaxtyped(typechecker=None)`, which checks nothing itself and
@@ -17,25 +15,18 @@ set on a module's instance, keep their checkers.
 
 import functools
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .._compat_jaxtyping import is_checking_layer
+from .._compat import is_checking_layer
 
 
-def unchecked(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` without run-time type checkers.
+def unchecked(fn: Any) -> Any:
+    """`fn` itself if no checker is on it, else a copy without.
 
-    **Arguments:**
-
-    - `fn`: a function, method, `functools.partial`, `torch.nn.Module` or other callable.
-
-    **Returns:**
-
-    `fn` itself if no checker is on it, else a copy. For a module it is a view: an instance of a
-    subclass that shares all state with the module, its attributes and hooks included.
+    For a module it is a view: an instance of a subclass that shares all state with the module, its
+    attributes and hooks included.
 
     !!! Example
 
@@ -48,54 +39,55 @@ def unchecked(fn: Callable[..., Any]) -> Callable[..., Any]:
         >>> unchecked(double)(torch.ones(2))
         tensor([2., 2.])
     """
-    if isinstance(fn, functools.partial):
-        inner = unchecked(fn.func)
-        return fn if inner is fn.func else functools.partial(inner, *fn.args, **fn.keywords)
-    if isinstance(fn, types.MethodType):
-        inner = unchecked(fn.__func__)
-        return fn if inner is fn.__func__ else types.MethodType(inner, fn.__self__)
-    if isinstance(fn, types.FunctionType):
-        return _function(fn)
-    if isinstance(fn, torch.nn.Module):
-        cls = _class(type(fn))
-        return fn if cls is type(fn) else _view(fn, cls)
-    call = type(fn).__call__
-    if isinstance(fn, type) or not isinstance(call, types.FunctionType):
-        return fn
-    inner = unchecked(call)
-    return fn if inner is call else types.MethodType(inner, fn)
+    match fn:
+        case functools.partial():
+            inner, made = fn.func, lambda new: functools.partial(new, *fn.args, **fn.keywords)
+        case types.MethodType():
+            inner, made = fn.__func__, lambda new: types.MethodType(new, fn.__self__)
+        case classmethod() | staticmethod():
+            inner, made = fn.__func__, type(fn)
+        case types.FunctionType(__wrapped__=inner):
+            if is_checking_layer(fn) or fn.__code__.co_filename.startswith("<@beartype("):
+                return unchecked(inner)
+            made = functools.partial(_rewrapped, fn)
+        case torch.nn.Module():
+            inner, made = type(fn), functools.partial(_view, fn)
+        case type() if issubclass(fn, torch.nn.Module):
+            return _class(fn)
+        case type() | types.FunctionType() | types.BuiltinFunctionType():
+            return fn
+        case _:
+            inner, made = type(fn).__call__, lambda new: types.MethodType(new, fn)
+            if not isinstance(inner, types.FunctionType):
+                return fn
+    stripped = unchecked(inner)
+    return fn if stripped is inner else made(stripped)
 
 
 def strip_checkers(module: torch.nn.Module) -> None:
-    """Takes the checkers off the methods of `module` and all its submodules, in place.
-
-    **Arguments:**
-
-    - `module`: a module that belongs to the caller, as a copy does.
-    """
+    """Takes the checkers off the methods of a module and all its submodules, in place."""
     classes = {cls: _class(cls) for cls in {type(one) for one in module.modules()}}
     for one in module.modules():
-        cls = classes[type(one)]
-        if cls is not type(one):
-            one.__class__ = cls
+        if classes[type(one)] is not type(one):
+            one.__class__ = classes[type(one)]
 
 
-def _function(fn: types.FunctionType) -> Callable[..., Any]:
-    inner = getattr(fn, "__wrapped__", None)
-    if inner is None:
-        return fn
-    if is_checking_layer(fn) or fn.__code__.co_filename.startswith("<@beartype("):
-        return unchecked(inner)
-    stripped = unchecked(inner)
-    return fn if stripped is inner else _rewrapped(fn, inner, stripped)
+def cell_contents(fn: types.FunctionType) -> dict[str, Any]:
+    """The variables of enclosing functions that `fn` uses."""
+    cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
 
 
-def _rewrapped(fn: types.FunctionType, inner: Any, stripped: Any) -> types.FunctionType:
-    """The decorator's wrapper `fn` around `stripped` in place of `inner`, which it closes over."""
-    cells = fn.__closure__ or ()
-    if not any(_holds(cell, inner) for cell in cells):
+def _rewrapped(fn: types.FunctionType, stripped: Any) -> types.FunctionType:
+    """The wrapper `fn` of a decorator around `stripped`, if it closes over what it wraps."""
+    inner, contents = vars(fn)["__wrapped__"], cell_contents(fn)
+    names, cells = fn.__code__.co_freevars, fn.__closure__ or ()
+    closure = tuple(
+        types.CellType(stripped) if contents.get(name) is inner else cell
+        for name, cell in zip(names, cells, strict=True)
+    )
+    if closure == cells:
         return fn  # the decorator keeps the function where it cannot be replaced
-    closure = tuple(types.CellType(stripped) if _holds(cell, inner) else cell for cell in cells)
     made = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, closure)
     made.__kwdefaults__ = fn.__kwdefaults__
     functools.update_wrapper(made, fn)
@@ -103,41 +95,20 @@ def _rewrapped(fn: types.FunctionType, inner: Any, stripped: Any) -> types.Funct
     return made
 
 
-def _holds(cell: types.CellType, value: Any) -> bool:
-    try:
-        return cell.cell_contents is value
-    except ValueError:
-        return False  # not assigned yet
-
-
 def _class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """`cls` with methods that are not checked."""
+    own = [base for base in cls.__mro__ if base.__module__.partition(".")[0] != "torch"]
+    methods = {name: value for base in reversed(own[:-1]) for name, value in vars(base).items()}
     names: dict[str, Any] = {}
-    for name, method in _methods(cls).items():
-        stripped = _method(method)
-        if stripped is not method:
-            names[name] = stripped
+    for name, method in methods.items():
+        if isinstance(method, types.FunctionType | classmethod | staticmethod):
+            stripped = unchecked(method)
+            if stripped is not method:
+                names[name] = stripped
     if not names:
         return cls
     names |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update(names))
-
-
-def _methods(cls: type[torch.nn.Module]) -> dict[str, Any]:
-    """What the classes between `cls` and torch's own define."""
-    own = [base for base in cls.__mro__ if not _is_of_torch(base)]
-    return {name: value for base in reversed(own) for name, value in vars(base).items()}
-
-
-def _is_of_torch(base: type) -> bool:
-    return base is object or base.__module__.partition(".")[0] == "torch"
-
-
-def _method(value: Any) -> Any:
-    if isinstance(value, classmethod | staticmethod):
-        inner = unchecked(value.__func__)
-        return value if inner is value.__func__ else type(value)(inner)
-    return unchecked(value) if isinstance(value, types.FunctionType) else value
 
 
 def _view(module: torch.nn.Module, cls: type[torch.nn.Module]) -> torch.nn.Module:

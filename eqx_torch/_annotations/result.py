@@ -1,236 +1,238 @@
-"""The structure of the result: refused at wrap time if the annotation leaves it open, built from a
-call's bindings.
+"""What a call returns, by the annotation of the result.
 
 What each dimension of a result is:
 
 - a number, a name, `*name` or an expression: its value, bound by the inputs;
 - `#name` and `*#name`: what broadcasting the inputs along that name gives. It needs an input in
-  which the name is marked `#` too; otherwise the result could be 1 or the name's value there, and
-  the annotation is refused;
-- `...`, `_`, `_name`, `#4`: open, refused.
+  which the name is marked `#` too; otherwise the result could be 1 or the name's value there;
+- `...`, `_`, `_name`, `#4`: open.
 
-Its dtype follows the rule in `dtypes`.
+A result annotated with one dtype has that dtype. One annotated with a family follows the inputs:
+those whose annotation admits the same dtypes or, if there are none, those whose dtype lies in the
+family. If they differ the result has the dtype that torch's promotion gives, where scalar tensors
+yield to others of their category.
+
+What is open whatever the arguments is found when a function is wrapped, by the same walk, over
+bindings of all that its inputs can bind.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, NoReturn
+import functools
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
+import torch
 
-from .._compat_jaxtyping import Dim, leaf_position
-from .._errors import AnnotationError, ShapeError
-from . import structures
-from .bindings import Bindings, dim_value
-from .dtypes import canonical, Family, numpy_dtype, promoted, Seen
-from .inputs import Inputs, misplaced, scoped, unbound
-from .mismatch import bound_names, describe
-from .specs import Array, Choice, Elements, Items, Nothing, Other, Record, Spec, Tree, Values
+from .._compat import leaf_position
+from .._dtypes import canonical_dtype, dtype_j2t
+from .._errors import DtypeError
+from .check import Bindings, describe, key, Seen
+from .specs import Array, Choice, Container, Dim, Other, Spec, Tree
 
 
-REMEDY = "Bind it by an input, use a number, or pass output_shapes=."
+class OpenError(Exception):
+    """An annotation that does not determine the result, and what to do besides `output_shapes=`."""
+
+    def __init__(
+        self, spec: Spec, reason: str, remedy: str = "Bind it by an input, use a number"
+    ) -> None:
+        super().__init__(reason)
+        self.text, self.reason, self.remedy = spec.text, reason, remedy
 
 
-def validate_result(spec: Spec, known: Inputs, call: str, structure: str | None = None) -> None:
-    """Raises AnnotationError if `spec` does not determine the result for inputs `known`."""
-    match spec:
-        case Array():
-            _validate_array(spec, known, call, structure)
-        case Items(items=items):
-            for item in items:
-                validate_result(item, known, call, structure)
-        case Record():
-            _validate_record(spec, known, call, structure)
-        case Tree():
-            _validate_tree(spec, known, call)
-        case Nothing():
-            pass
-        case Elements():
-            _refuse(
-                call,
-                spec.text,
-                "it leaves the length open",
-                "Use tuple[...] with each element, or pass",
-            )
-        case Values():
-            _refuse(call, spec.text, "it leaves the keys open", "Use a TypedDict, or pass")
-        case Choice():
-            _refuse(
-                call, spec.text, "it leaves open which of these is returned", "Name one, or pass"
-            )
-        case Other():
-            _refuse(call, spec.text, "it says no shape", "Annotate it with jaxtyping, or pass")
+class _Unknown(int):
+    """Stands for an argument in expressions: all that is asked of it is 1."""
+
+    __iter__ = None  # it would never end by `__getitem__`
+
+    def __getattr__(self, name: str) -> "_Unknown":
+        return self
+
+    def __getitem__(self, index: Any) -> "_Unknown":
+        return self
+
+    def __len__(self) -> int:
+        return 1
 
 
-def build(spec: Spec, bindings: Bindings, call: str) -> Any:
-    """The result's structure, a `jax.ShapeDtypeStruct` for each array. Raises ShapeError."""
-    match spec:
-        case Array():
-            return jax.ShapeDtypeStruct(_shape(spec, bindings, call), _dtype(spec, bindings, call))
-        case Items(items=items):
-            return tuple(build(item, bindings, call) for item in items)
-        case Record():
-            return _make(spec, [build(field, bindings, call) for _, field in spec.fields])
-        case Tree(structure=str(structure)):
-            return _build_tree(spec, structure, bindings, call)
-        case _:
-            return None
+def bindable(specs: Iterable[Spec], parameters: Iterable[str]) -> Bindings:
+    """What inputs of these specs can bind at most, as bindings with the size 1."""
+    known = Bindings(dict.fromkeys(parameters, _Unknown(1)))
+    for spec in specs:
+        _bind(spec, known)
+    return known
 
 
-def _validate_array(spec: Array, known: Inputs, call: str, structure: str | None) -> None:
-    for dim in spec.dims:
-        reason = _open(dim, known, structure)
-        if reason is not None:
-            raise AnnotationError(f"{_header(call, spec.text)}: {reason}.\n{REMEDY}")
-    single = spec.family.single
-    if single is not None:
-        if numpy_dtype(single) is None:
-            _refuse(call, spec.text, f"torch has no dtype {single}", "Use another dtype, or pass")
-    elif not any(spec.family.overlaps(family) for family in known.families):
-        label = spec.family.label
-        _refuse(
-            call,
-            spec.text,
-            f"{label} is a family of dtypes and no annotated input has a dtype of it to follow",
-            "Name one dtype (such as Float32), annotate an input with the family, or pass",
-        )
-
-
-def _open(dim: Dim, known: Inputs, structure: str | None) -> str | None:
-    """Why `dim` does not determine a size, None if it does."""
-    name = scoped(dim, structure)
-    match dim.kind:
-        case "any" | "anys":
-            return f"`{dim.text}` stands for any size"
-        case "name" | "names":
-            if dim.per_leaf and structure is None:
-                return misplaced(dim, structure)
-            if name not in (known.single if dim.kind == "name" else known.variadic):
-                return f"`{dim.text}` is bound by no input"
-            if dim.broadcastable and name not in known.broadcast:
-                return (
-                    f"`{dim.text}` is ambiguous, 1 or `{dim.value}`: no input is broadcast along it"
-                )
-        case "fixed" | "expression":
-            if dim.broadcastable:
-                return f"`{dim.text}` is ambiguous, 1 or `{dim.value}`"
-            return unbound(dim, known) if dim.kind == "expression" else None
+def unbound(dim: Dim, known: Bindings) -> str | None:
+    """Why an expression can be evaluated in no call, None if it may be."""
+    try:
+        known.value(dim)
+    except NameError as error:
+        return f"`{error.name}` in `{dim.text}` is bound by no input"
+    except SyntaxError:
+        return None if "{" in dim.text else f"`{dim.text}` is no Python expression"
+    except Exception:
+        return None  # the arguments of a call will tell
     return None
 
 
-def _validate_record(spec: Record, known: Inputs, call: str, structure: str | None) -> None:
-    if spec.optional:
-        _refuse(
-            call,
-            spec.text,
-            f"the key {min(spec.optional)!r} may be missing",
-            "Make it required, or pass",
-        )
-    for _, field in spec.fields:
-        validate_result(field, known, call, structure)
-    if jax.tree_util.all_leaves([_make(spec, [None] * len(spec.fields))]):
-        remedy = "Register it with jax.tree_util.register_dataclass, or pass"
-        _refuse(call, spec.text, "JAX does not know this class as a tree", remedy)
+def is_dependent(spec: Spec, known: Bindings) -> bool:
+    """Whether checking `spec` needs names that other inputs must have bound before."""
+    dims = [dim for array in spec.arrays() for dim in array.dims if dim.kind == "elem"]
+    composed = any(not structure.isidentifier() for structure in spec.structures())
+    return composed or any(unbound(dim, Bindings(known.arguments)) for dim in dims)
 
 
-def _validate_tree(spec: Tree, known: Inputs, call: str) -> None:
-    structure = spec.structure
-    if structure is None:
-        _refuse(
-            call,
-            spec.text,
-            "it leaves the tree's structure open",
-            'Name it, PyTree[..., "T"], or pass',
-        )
-    if structures.is_open(structure):
-        _refuse(
-            call, spec.text, "`...` leaves the tree's structure open", "Name all of it, or pass"
-        )
-    missing = [name for name in structures.pieces(structure) if name not in known.structures]
-    if missing:
-        _refuse(
-            call, spec.text, f"`{missing[0]}` is bound by no input", "Bind it by an input, or pass"
-        )
-    validate_result(spec.leaf, known, call, structure)
+def refuse_open(spec: Spec, known: Bindings) -> None:
+    """Raises OpenError if no call with inputs that bind `known` determines the result."""
+    _build(spec, known.structures, lambda array: _refuse_open(array, known))
 
 
-def _header(call: str, text: str) -> str:
-    return f"{call}: the annotation {text} does not determine the result"
+def predict(spec: Spec, bindings: Bindings) -> Any:
+    """The result, a `jax.ShapeDtypeStruct` for each array. Raises OpenError."""
+    return _build(spec, bindings.structures, lambda array: _predict(array, bindings))
 
 
-def _refuse(call: str, text: str, reason: str, remedy: str) -> NoReturn:
-    raise AnnotationError(f"{_header(call, text)}: {reason}.\n{remedy} output_shapes=.")
+def _bind(spec: Spec, known: Bindings) -> None:
+    if isinstance(spec, Array):
+        known.seen.append(Seen(spec, None))
+        for dim in (dim for dim in spec.dims if dim.kind == "name"):
+            if dim.variadic:
+                known.variadic[key(dim)] = (False, ())
+            else:
+                known.single[key(dim)] = 1
+            if dim.broadcastable:
+                known.ones[key(dim)] = ""
+    structure = spec.structure if isinstance(spec, Tree) else None
+    if structure is not None and structure.isidentifier():
+        known.structures[structure] = jax.tree.structure(0)
+    with leaf_position(0, structure):
+        for child in spec.children:
+            _bind(child, known)
 
 
-def _shape(spec: Array, bindings: Bindings, call: str) -> tuple[int, ...]:
-    shape: list[int] = []
-    for dim in spec.dims:
+def _build(spec: Spec, structures: Mapping[str, Any], leaf: Callable[[Array], Any]) -> Any:
+    match spec:
+        case Array():
+            return leaf(spec)
+        case Container() if spec.optional:
+            reason = f"the key {min(spec.optional)!r} may be missing"
+            raise OpenError(spec, reason, "Make it required")
+        case Container(names=tuple(names)):
+            parts = [_build(one, structures, leaf) for one in spec.children]
+            made = _made(spec.kind, dict(zip(names, parts, strict=True)))
+            if spec.is_record and jax.tree_util.all_leaves([made]):
+                reason = "JAX does not know this class as a tree"
+                remedy = "Register it with jax.tree_util.register_dataclass"
+                raise OpenError(spec, reason, remedy)
+            return made
+        case Tree():
+            found = _composed(spec, structures)
+            leaves = []
+            for index in range(found.num_leaves):
+                with leaf_position(index, spec.structure):
+                    leaves.append(_build(spec.children[0], structures, leaf))
+            return jax.tree.unflatten(found, leaves)
+        case Container(kind=kind) if kind is Mapping:
+            raise OpenError(spec, "it leaves the keys open", "Use a TypedDict")
+        case Container():
+            raise OpenError(spec, "it leaves the length open", "Use tuple[...] with each element")
+        case Choice():
+            raise OpenError(spec, "it leaves open which of these is returned", "Name one")
+        case Other(cls=cls) if cls is not type(None):
+            raise OpenError(spec, "it says no shape", "Annotate it with jaxtyping")
+
+
+def _made(kind: Any, parts: dict[Any, Any]) -> Any:
+    if kind is Mapping:
+        return parts
+    if not dataclasses.is_dataclass(kind):
+        return tuple(parts.values()) if kind is tuple else kind(*parts.values())
+    # Without `__init__`, which may compute with its arguments; frozen classes refuse `setattr`.
+    made = object.__new__(typing.cast(type, kind))
+    for name, part in parts.items():
+        object.__setattr__(made, name, part)
+    return made
+
+
+def _composed(spec: Tree, structures: Mapping[str, Any]) -> Any:
+    """The structure in which each leaf of one is the next."""
+    if spec.structure is None:
+        raise OpenError(spec, "it leaves the tree's structure open", 'Name it, PyTree[..., "T"]')
+    tree: Any = 0
+    # As JAX's `PyTreeDef.compose` is wrong for some trees, trees of numbers are composed instead.
+    for name in spec.structure.split():
+        if name == "...":
+            raise OpenError(spec, "`...` leaves the tree's structure open", "Name all of it")
+        if name not in structures:
+            raise OpenError(spec, f"`{name}` is bound by no input", "Bind it by an input")
+        inner = jax.tree.unflatten(structures[name], [0] * structures[name].num_leaves)
+        tree = jax.tree.map(lambda _, inner=inner: inner, tree)
+    return jax.tree.structure(tree)
+
+
+def _refuse_open(array: Array, known: Bindings) -> None:
+    for dim in array.dims:
+        if reason := _open(dim, known):
+            raise OpenError(array, reason)
+    if array.dtype is not None:
         try:
-            value = dim_value(dim, bindings)
+            dtype_j2t(array.dtype)
+        except DtypeError:
+            raise OpenError(array, f"torch has no dtype {array.dtype}", "Use another") from None
+    elif not any(array.admits(dtype) for one in known.seen for dtype in one.spec.dtypes):
+        family = f"{array.family} is a family of dtypes"
+        reason = f"{family} and no annotated input has a dtype of it to follow"
+        remedy = "Name one dtype (such as Float32), annotate an input with the family"
+        raise OpenError(array, reason, remedy)
+
+
+def _open(dim: Dim, known: Bindings) -> str | None:
+    """Why `dim` does not determine a size, None if it does."""
+    if dim.kind == "any":
+        return f"`{dim.text}` stands for any size"
+    if dim.kind == "name" and known.value(dim) is None:
+        return f"`{dim.text}` is bound by no input"
+    if dim.broadcastable and not (dim.kind == "name" and key(dim) in known.ones):
+        why = ": no input is broadcast along it" if dim.kind == "name" else ""
+        return f"`{dim.text}` is ambiguous, 1 or `{dim.value}`{why}"
+    return unbound(dim, known)
+
+
+def _predict(array: Array, bindings: Bindings) -> jax.ShapeDtypeStruct:
+    shape: list[int] = []
+    for dim in array.dims:
+        try:
+            value = bindings.value(dim)
         except Exception as error:
             reason = f"`{dim.text}` cannot be evaluated, {describe(error)}"
-            raise _unfixed(spec.text, reason, bindings, call) from error
+            raise OpenError(array, reason) from error
         if value is None:
-            raise _unfixed(
-                spec.text, f"no argument of this call binds `{dim.text}`", bindings, call
-            )
-        if isinstance(value, tuple):
-            shape += value
-        elif value != int(value) or value < 0:
-            raise _unfixed(spec.text, f"`{dim.text}` is {value}, which is no size", bindings, call)
-        else:
-            shape.append(int(value))
-    return tuple(shape)
+            raise OpenError(array, f"no argument of this call binds `{dim.text}`")
+        sizes = value if dim.variadic else (value,)
+        if any(size != int(size) or size < 0 for size in sizes):
+            raise OpenError(array, f"`{dim.text}` is {value}, which is no size")
+        shape += map(int, sizes)
+    dtype = array.dtype or _followed(array, bindings.seen)
+    return jax.ShapeDtypeStruct(tuple(shape), canonical_dtype(dtype))
 
 
-def _dtype(spec: Array, bindings: Bindings, call: str) -> Any:
-    single = spec.family.single
-    if single is not None:
-        return canonical(single)
-    followed = _followed(spec.family, bindings.seen)
-    if not followed:
-        found = ", ".join(dict.fromkeys(one.name for one in bindings.seen)) or "none"
-        reason = f"{spec.family.label} follows the inputs, whose dtypes are {found}"
-        raise _unfixed(spec.text, reason, bindings, call)
+def _followed(array: Array, seen: Sequence[Seen]) -> torch.dtype:
+    own = [one for one in seen if one.spec.dtypes == array.dtypes]
+    found = own or [one for one in seen if array.admits(one.dtype)]
+    names = ", ".join(dict.fromkeys(one.dtype for one in found or seen)) or "none"
+    if not found:
+        raise OpenError(array, f"{array.family} follows the inputs, whose dtypes are {names}")
     try:
-        return canonical(promoted(followed))
+        dtypes = [(getattr(torch, one.dtype), len(one.array.shape) > 0) for one in found]
+        groups = [[dtype for dtype, ranked in dtypes if ranked is kind] for kind in (True, False)]
+        like = [
+            torch.empty(shape, dtype=functools.reduce(torch.promote_types, group), device="meta")
+            for shape, group in zip(((1,), ()), groups, strict=True)
+            if group
+        ]
+        return torch.result_type(like[0], like[-1])
     except (RuntimeError, AttributeError) as error:
-        found = ", ".join(dict.fromkeys(one.name for one in followed))
-        raise _unfixed(spec.text, f"torch does not promote {found}", bindings, call) from error
-
-
-def _followed(family: Family, seen: Sequence[Seen]) -> list[Seen]:
-    return [one for one in seen if family.same(one.family)] or [
-        one for one in seen if family.admits(one.name)
-    ]
-
-
-def _unfixed(text: str, reason: str, bindings: Bindings, call: str) -> ShapeError:
-    lines = [f"{call}: the result's structure cannot be read off its annotation {text}: {reason}."]
-    return ShapeError("\n".join(lines + bound_names(bindings)))
-
-
-def _build_tree(spec: Tree, structure: str, bindings: Bindings, call: str) -> Any:
-    try:
-        found = structures.compose(structures.pieces(structure), bindings.structures)
-    except KeyError as error:
-        reason = f"no argument of this call binds the structure `{error.args[0]}`"
-        raise _unfixed(spec.text, reason, bindings, call) from None
-    leaves = []
-    for index in range(found.num_leaves):
-        with leaf_position(index, structure):
-            leaves.append(build(spec.leaf, bindings, call))
-    return jax.tree.unflatten(found, leaves)
-
-
-def _make(spec: Record, values: Sequence[Any]) -> Any:
-    names = [name for name, _ in spec.fields]
-    if spec.keyed:
-        return dict(zip(names, values, strict=True))
-    if not dataclasses.is_dataclass(spec.cls):
-        return spec.cls(*values)
-    # Without `__init__`, which may compute with its arguments; frozen classes refuse `setattr`.
-    made = object.__new__(spec.cls)
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)
-    return made
+        raise OpenError(array, f"torch does not promote {names}") from error

@@ -1,155 +1,163 @@
-"""What an annotation says, as data.
+"""What an annotation says, as data, and how it is read.
 
 An annotation is read once, when a function is wrapped, into a tree of the classes below: arrays at
-the leaves, containers above them, and `Other` for whatever jaxtyping does not speak about, which
-is never checked. Checking an argument and building a result are walks over this tree.
+the leaves, containers above them, and `Other` for whatever jaxtyping does not speak about, which is
+not checked. Checking an argument and predicting a result are walks over this tree. jaxtyping parses
+the shapes; what the typing module has that says nothing about arrays (`Annotated`, `NewType`,
+aliases, bounds of type variables) is looked through.
+
+Dtypes are compared by name, as jaxtyping does, because torch, numpy and JAX share the names and not
+the types. While JAX's x64 mode is off there are no arrays of 64 bits, so an annotation admits also
+what JAX makes of its dtypes.
 """
 
-import collections.abc
+import collections
+import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import inspect
+import operator
+import re
+import sys
+import types
+import typing
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jaxtyping
 import numpy as np
 import torch
 
-from .._compat_jaxtyping import AbstractArray, Dim
-from .dtypes import Family
+from .._compat import parsed_dimension
+from .._dtypes import x64_enabled
+from .._errors import AnnotationError
+
+
+# The dtypes that JAX has only with x64 on, and what it makes of them without.
+WIDE = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
+
+ARRAYS = (jax.ShapeDtypeStruct, torch.Tensor, jax.Array, np.ndarray, np.generic)
+
+# In place of a part that is not there.
+MISSING = inspect.Parameter.empty
 
 
 @dataclass(frozen=True)
-class Array:
+class Dim:
+    """One dimension of an array.
+
+    `kind` is "size" (`4`), "name" (`n`, and `*n` if `variadic`), "elem" (an expression, `n-1`) or
+    "any" (`_` or `...`), and `value` what it says. `check` is what jaxtyping checks sizes against.
+    """
+
+    text: str
+    check: Any = field(compare=False)
+    kind: str
+    value: Any
+    variadic: bool
+    broadcastable: bool
+    per_leaf: bool
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What an annotation says, `text` for messages; `children` are the specs of its parts."""
+
+    text: str
+    children: "tuple[Spec, ...]"
+
+    def below(self) -> "Iterator[Spec]":
+        """The spec and all that it consists of."""
+        yield self
+        for child in self.children:
+            yield from child.below()
+
+    def arrays(self) -> "Iterator[Array]":
+        return (one for one in self.below() if isinstance(one, Array))
+
+    def structures(self) -> Iterator[str]:
+        """What trees say of their structure."""
+        return (one.structure for one in self.below() if isinstance(one, Tree) and one.structure)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether there is anything of jaxtyping in it."""
+        return any(self.arrays()) or any(self.structures())
+
+
+@dataclass(frozen=True)
+class Array(Spec):
     """`Float[Tensor, "b n"]`, or a union of such annotations that differ only in dtypes."""
 
-    text: str
-    annotation: type[AbstractArray]
     dims: tuple[Dim, ...]
-    family: Family
+    family: str
+    dtypes: frozenset[str]
 
-    @functools.cached_property
-    def broadcasts(self) -> bool:
-        return any(dim.broadcastable for dim in self.dims)
+    @property
+    def dtype(self) -> str | None:
+        """The one dtype admitted, None for a family."""
+        return next(iter(self.dtypes)) if len(self.dtypes) == 1 else None
+
+    def admits(self, dtype: str) -> bool:
+        """Whether an array of this dtype matches, under JAX's present x64 mode."""
+        if dtype in self.dtypes:
+            return True
+        return not x64_enabled() and any(WIDE.get(name) == dtype for name in self.dtypes)
 
 
 @dataclass(frozen=True)
-class Items:
-    """`tuple[A, B]`."""
+class Container(Spec):
+    """A tuple, list, dictionary (`kind` is Mapping), named tuple, typed dictionary or dataclass.
 
-    text: str
-    items: "tuple[Spec, ...]"
+    Its children are the parts called `names`, of which typed dictionaries may miss the `optional`
+    ones, or without names the one spec of any number of parts.
+    """
 
-
-@dataclass(frozen=True)
-class Elements:
-    """`list[A]`, `Sequence[A]`, `tuple[A, ...]`: any number of one thing."""
-
-    text: str
     kind: type
-    item: "Spec"
-
-
-@dataclass(frozen=True)
-class Values:
-    """`dict[K, A]`, `Mapping[K, A]`."""
-
-    text: str
-    value: "Spec"
-
-
-@dataclass(frozen=True)
-class Record:
-    """A named tuple, a typed dictionary or a dataclass, whose fields have annotations."""
-
-    text: str
-    cls: type
-    keyed: bool
-    fields: "tuple[tuple[str, Spec], ...]"
+    names: tuple[Any, ...] | None = None
     optional: frozenset[str] = frozenset()
 
+    @property
+    def is_record(self) -> bool:
+        """Whether the parts are attributes."""
+        return self.names is not None and self.kind not in (tuple, Mapping)
+
+    def parts(self, value: Any) -> list[tuple[Spec, Any, str]] | None:
+        """The parts of `value`, each with what its path adds; None if it is of another kind."""
+        if not isinstance(value, self.kind):
+            return None
+        named = list(zip(self.names or (), self.children, strict=self.names is not None))
+        if self.is_record:
+            return [(spec, getattr(value, name), f".{name}") for name, spec in named]
+        found = value if isinstance(value, Mapping) else dict(enumerate(value))
+        if self.names is None:
+            return [(self.children[0], one, f"[{name!r}]") for name, one in found.items()]
+        if self.kind is tuple and len(named) != len(found):
+            return None
+        wanted = [(name, one) for name, one in named if name in found or name not in self.optional]
+        return [(one, found.get(name, MISSING), f"[{name!r}]") for name, one in wanted]
+
 
 @dataclass(frozen=True)
-class Tree:
+class Tree(Spec):
     """`PyTree[A, "T"]`."""
 
-    text: str
-    leaf: "Spec"
     structure: str | None
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(Spec):
     """`A | B`, `Optional[A]`."""
 
-    text: str
-    members: "tuple[Spec, ...]"
-
 
 @dataclass(frozen=True)
-class Nothing:
-    """`None`."""
+class Other(Spec):
+    """Anything else, None too: as a union's member of the class `cls`, an array if `array`."""
 
-    text: str = "None"
-
-
-@dataclass(frozen=True)
-class Other:
-    """Anything else, not checked.
-
-    `arrays` (arrays can be this) and `cls` tell whether a value belongs to it as a union's member.
-    """
-
-    text: str
-    arrays: bool
-    cls: type | None = None
-
-
-ARRAYS = (jax.ShapeDtypeStruct, torch.Tensor, jax.Array, np.ndarray, np.generic)
-Spec = Array | Items | Elements | Values | Record | Tree | Choice | Nothing | Other
-
-
-def children(spec: Spec) -> "tuple[Spec, ...]":
-    """The specs directly below `spec`."""
-    match spec:
-        case Items(items=items):
-            return items
-        case Elements(item=item):
-            return (item,)
-        case Values(value=value):
-            return (value,)
-        case Record(fields=fields):
-            return tuple(field for _, field in fields)
-        case Tree(leaf=leaf):
-            return (leaf,)
-        case Choice(members=members):
-            return members
-        case _:
-            return ()
-
-
-def speaks(spec: Spec) -> bool:
-    """Whether there is anything of jaxtyping in `spec`: an array or a named structure."""
-    if isinstance(spec, Array) or (isinstance(spec, Tree) and spec.structure is not None):
-        return True
-    return any(map(speaks, children(spec)))
-
-
-def arrays_in(spec: Spec, structure: str | None = None) -> "Iterator[tuple[Array, str | None]]":
-    """Every array in `spec`, with the name of the structure it is a leaf of, for `?` dimensions."""
-    if isinstance(spec, Array):
-        yield spec, structure
-    below = spec.structure if isinstance(spec, Tree) and spec.structure is not None else structure
-    for child in children(spec):
-        yield from arrays_in(child, below)
-
-
-def trees_in(spec: Spec) -> Iterator[Tree]:
-    """Every `PyTree[...]` in `spec`."""
-    if isinstance(spec, Tree):
-        yield spec
-    for child in children(spec):
-        yield from trees_in(child)
+    cls: Any
+    array: bool
 
 
 def is_array(value: Any) -> bool:
@@ -157,58 +165,147 @@ def is_array(value: Any) -> bool:
     return isinstance(value, ARRAYS)
 
 
-def accepts(spec: Spec, value: Any) -> bool:
-    """Whether `value` has the kind that `spec` speaks of, shapes and dtypes aside."""
-    match spec:
-        case Array():
-            return is_array(value)
-        case Items(items=items):
-            return (
-                isinstance(value, tuple)
-                and len(value) == len(items)
-                and all(map(accepts, items, value))
-            )
-        case Elements(kind=kind, item=item):
-            return isinstance(value, kind) and all(accepts(item, one) for one in value)
-        case Values(value=item):
-            return isinstance(value, Mapping) and all(accepts(item, one) for one in value.values())
-        case Record(keyed=True):
-            return isinstance(value, Mapping) and _fields_accept(spec, value)
-        case Record(cls=cls):
-            return isinstance(value, cls)
-        case Choice(members=members):
-            return any(accepts(member, value) for member in members)
-        case Nothing():
-            return value is None
-        case Other(arrays=arrays, cls=cls):
-            return arrays if is_array(value) else cls is None or _instance(value, cls)
-        case Tree():
-            return True
+def dtype_name(array: Any) -> str:
+    """The name that jaxtyping compares."""
+    if isinstance(array, torch.Tensor):
+        return str(array.dtype).removeprefix("torch.")
+    return array.dtype.type.__name__.rstrip("_")
 
 
-def _instance(value: Any, cls: type) -> bool:
+def read(annotation: Any, owner: str, inside: tuple[type, ...] = ()) -> Spec:
+    """The spec of an evaluated `annotation` of the function named `owner`.
+
+    `inside` has the classes whose fields are being read, where one that contains itself stops.
+    """
+    annotation = _plain(annotation)
+    text = annotation.__name__ if isinstance(annotation, type) else repr(annotation)
+    text = re.sub(r"\b(jax)?typing\.", "", text)
+    arguments = typing.get_args(annotation)
+    origin = typing.get_origin(annotation) if arguments or annotation == tuple[()] else None
+    origin = Sequence if origin in (Iterable, Collection) else origin
+    inner = functools.partial(read, owner=owner, inside=inside)
+    if isinstance(annotation, type) and issubclass(annotation, jaxtyping.AbstractArray):
+        return _array(annotation)
+    if hasattr(annotation, "leaftype"):
+        return Tree(text, (inner(annotation.leaftype),), annotation.structure)
+    if origin in (typing.Union, types.UnionType):
+        return _choice(text, map(inner, arguments))
+    if origin is tuple and arguments[1:] != (Ellipsis,):
+        return Container(text, tuple(map(inner, arguments)), tuple, tuple(range(len(arguments))))
+    if isinstance(origin, type) and issubclass(origin, Mapping) and len(arguments) == 2:
+        return Container(text, (inner(arguments[1]),), Mapping)
+    if origin in _SEQUENCES:
+        return Container(text, (inner(arguments[0]),), origin)
+    names = _part_names(annotation) if isinstance(annotation, type) else None
+    if names is not None and annotation not in inside:
+        return _record(annotation, names, owner, (*inside, annotation))
+    return _other(annotation, text)
+
+
+def evaluated(annotation: Any, owner: str, subject: str, scope: Mapping[str, Any]) -> Any:
+    """`annotation` with its strings evaluated in `scope`, `typing.Any` if that is not possible.
+
+    Raises AnnotationError if jaxtyping refuses the annotation. Warns if it is one of jaxtyping's
+    that is dropped.
+    """
+    holder = types.SimpleNamespace(__annotations__={"value": annotation})
     try:
-        return isinstance(value, _NUMBERS.get(cls, cls))
-    except TypeError:
-        return True  # as for protocols, which cannot tell
+        return typing.get_type_hints(holder, dict(scope), include_extras=True)["value"]
+    except Exception as error:
+        if not _OF_JAXTYPING.search(repr(annotation)):
+            return Any
+        said = f"{owner}: the annotation {annotation!r} of {subject} is"
+        if not isinstance(error, NameError | AttributeError):
+            raise AnnotationError(f"{said} invalid: {error}") from error
+        remedy = "Import what it names at run time too, not only under `if TYPE_CHECKING`."
+        said = f"{said} not checked, because it cannot be evaluated: {error}. {remedy}"
+        warnings.warn(said, stacklevel=2)
+        return Any
 
 
-def _fields_accept(spec: Record, value: Mapping[str, Any]) -> bool:
-    return all(
-        accepts(field, value[name]) if name in value else name in spec.optional
-        for name, field in spec.fields
-    )
-
-
+_SEQUENCES = (list, tuple, collections.deque, Sequence, MutableSequence)
+_SHAPED: Any = jaxtyping.Shaped
+_DTYPES = [x for x, value in vars(jaxtyping).items() if isinstance(value, type(_SHAPED))]
+_OF_JAXTYPING = re.compile(rf"\b({'|'.join([*_DTYPES, 'PyTree'])})\[")
+_FAMILIES: Any = (jaxtyping.Num, jaxtyping.Bool, jaxtyping.Key)
+_NAMES = frozenset(
+    [name for family in _FAMILIES for name in family.dtypes]
+    + [str(x).removeprefix("torch.") for x in vars(torch).values() if isinstance(x, torch.dtype)]
+)
 # Where a type checker expects a `float`, an `int` will do.
-_NUMBERS: Mapping[type, tuple[type, ...]] = {float: (float, int), complex: (complex, float, int)}
+_NUMBERS: Mapping[Any, Any] = {float: (float, int), complex: (complex, float, int)}
 
-# Generic types of sequences, and what an argument must be an instance of.
-SEQUENCES: Mapping[Any, type] = {
-    list: list,
-    collections.abc.Sequence: collections.abc.Sequence,
-    collections.abc.MutableSequence: collections.abc.MutableSequence,
-    collections.abc.Iterable: collections.abc.Sequence,
-    collections.abc.Collection: collections.abc.Sequence,
-    collections.deque: collections.deque,
-}
+
+def _plain(annotation: Any) -> Any:
+    wrappers = (typing.Annotated, typing.Required, typing.NotRequired, typing.Final)
+    if typing.get_origin(annotation) in wrappers:
+        return _plain(typing.get_args(annotation)[0])
+    if isinstance(annotation, typing.NewType):
+        return _plain(annotation.__supertype__)
+    if sys.version_info >= (3, 12) and isinstance(annotation, typing.TypeAliasType):
+        return _plain(annotation.__value__)
+    if isinstance(annotation, typing.TypeVar):
+        if annotation.__constraints__:
+            return functools.reduce(operator.or_, annotation.__constraints__)
+        return Any if annotation.__bound__ is None else _plain(annotation.__bound__)
+    return type(None) if annotation is None else annotation
+
+
+def _array(annotation: Any) -> Array:
+    found = _NAMES if annotation.dtypes is _SHAPED.dtypes else annotation.dtypes
+    patterns = [one for one in found if isinstance(one, re.Pattern)]
+    names = {one.rstrip("_") for one in found if isinstance(one, str)}  # numpy had `bool_`
+    names |= {name for name in _NAMES for pattern in patterns if pattern.match(name)}
+    dims = tuple(map(_dim, annotation.dim_str.split()))
+    return Array(annotation.__name__, (), dims, annotation.dtype.__name__, frozenset(names))
+
+
+def _dim(text: str) -> Dim:
+    check = _SHAPED[Any, text]
+    return Dim(text, check, *parsed_dimension(check))
+
+
+def _choice(text: str, members: Iterable[Spec]) -> Spec:
+    """A union, in which arrays that differ only in their dtypes are one member."""
+    merged: dict[Any, Any] = {}
+    for one in members:
+        key = one.dims if isinstance(one, Array) else one
+        merged[key] = _either(merged[key], one) if key in merged else one
+    specs = tuple(merged.values())
+    return specs[0] if len(specs) == 1 else Choice(text, specs)
+
+
+def _either(a: Any, b: Any) -> Array:
+    family = f"{a.family} | {b.family}"
+    return Array(f"{a.text} | {b.text}", (), a.dims, family, a.dtypes | b.dtypes)
+
+
+def _part_names(cls: Any) -> tuple[str, ...] | None:
+    """The names of the parts of a dataclass, typed dictionary or named tuple."""
+    if dataclasses.is_dataclass(cls):
+        return tuple(one.name for one in dataclasses.fields(cls))
+    if typing.is_typeddict(cls):
+        return tuple(cls.__annotations__)
+    return getattr(cls, "_fields", None) if issubclass(cls, tuple) else None
+
+
+def _record(cls: Any, names: tuple[str, ...], owner: str, inside: tuple[type, ...]) -> Spec:
+    hints: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):  # each annotation in the scope of the class that has it
+        scope = vars(sys.modules[base.__module__]) if base.__module__ in sys.modules else {}
+        for name, hint in inspect.get_annotations(base).items():
+            hints[name] = evaluated(hint, owner, f"`{cls.__name__}.{name}`", scope)
+    parts = tuple(read(hints.get(name, Any), owner, inside) for name in names)
+    kind = Mapping if typing.is_typeddict(cls) else cls
+    optional = getattr(cls, "__optional_keys__", frozenset())
+    return Container(cls.__name__, parts, kind, names, optional)
+
+
+def _other(annotation: Any, text: str) -> Other:
+    cls = typing.get_origin(annotation) or annotation
+    try:
+        isinstance(None, cls)
+    except TypeError:  # `Any`, and what cannot tell, as protocols
+        cls = object
+    arrays = annotation in (Any, object) or (isinstance(cls, type) and issubclass(cls, ARRAYS))
+    return Other(text, (), _NUMBERS.get(cls, cls), arrays)

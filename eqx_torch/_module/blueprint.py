@@ -7,24 +7,30 @@ puts the tensors it was given where the placeholders stand, wherever that is: in
 `_buffers`, or in a list that a layer keeps of them, as recurrent layers do. Skeletons are lent to
 calls from a pool, so that concurrent calls never share one. Buffers that the forward only reads
 are shared by all skeletons on a device.
+
+In torch a view of a parameter follows it: its values, and gradients through it. In JAX parameters
+are values, so a `View` is made anew from each parameter that a call is given. Where two registered
+tensors overlap there is no such order between them, and the module is refused.
 """
 
 import collections
 import dataclasses
 import functools
-from collections.abc import Hashable, Sequence
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .._annotations import strip_checkers
+from .._compat import is_functorch_wrapped_tensor
 from .._dtypes import canonical_dtype, dtype_j2t, is_inexact
+from .._errors import ModuleError
+from .._watch import storage_key
 from .fingerprint import digest, fingerprint
 from .layers import is_training, set_training
-from .places import walk
-from .sharing import View, views
-from .slots import buffer_slot, copied, fill
-from .traces import Trace
+from .traces import Reads, Trace
+from .walk import buffer_slot, copied, fill, Place, walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,34 +54,49 @@ class Blueprint:
     Args:
         module: the module, which is left as it is.
         names: its tensors.
+
+    Attributes:
+        parameters, state: what stands for them.
+        constants: the other buffers, in the precision of JAX.
+        precise: those of which that is not torch's own, as they were, by position.
+        loose: the paths of tensors that may have been computed, and whether they surely were.
     """
 
     def __init__(self, module: torch.nn.Module, names: Names) -> None:
         self.names = names
-        tensors = _tensors(module)
+        tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         self.parameters = [_placeholder(tensors[name]) for name in names.parameters]
         self.state = [_placeholder(tensors[name]) for name in names.state]
         self.constants = [_constant(tensors[name]) for name in names.constants]
-        # In torch's own precision, for the way back, where JAX's is another.
         self.precise = {
             i: tensors[name].detach().to("cpu", copy=True)
             for i, name in enumerate(names.constants)
             if tensors[name].dtype != self.constants[i].dtype
         }
+        registered = set(map(id, tensors.values()))
+        places = [place for place in walk(module) if isinstance(place.value, torch.Tensor)]
+        others = {id(p.value): p for p in reversed(places) if id(p.value) not in registered}
+        found = _views(type(module).__name__, names, tensors, others)
+        self.views = list(found.values())
+        self.bound = [*self.parameters, *self.state, *(v.placeholder for v in self.views)]
         all_names = names.parameters + names.state + names.constants
         stand_ins = [*self.parameters, *self.state, *self.constants]
         memo = {id(tensors[n]): new for n, new in zip(all_names, stand_ins, strict=True)}
-        found = _views(module, names, tensors)
-        self.views = list(found.values())
         memo |= {key: view.placeholder for key, view in found.items()}
         self.module = copied(module, memo).module
+        known = {*filter(None, map(_memory, tensors.values()))}
+        loose = [p for p in others.values() if _memory(p.value) not in known]
+        self.loose = {p.path: _is_computed(p) for p in loose if _may_be_computed(p.value)}
+        self._originals = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
+        self._loose = {place.path: weakref.ref(place.value) for place in loose}
         self.flags = tuple(map(is_training, self.module.modules()))
         self._pools: dict[torch.device, _Pool] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle: without the skeletons, and what was computed."""
-        kept = ("names", "parameters", "state", "constants", "views", "precise", "module", "flags")
-        return {**{name: getattr(self, name) for name in kept}, "_pools": {}}
+        """For pickle: without the skeletons, the module it was made of, and what was computed."""
+        dropped = ("key", "_hash")
+        kept = {k: v for k, v in vars(self).items() if k not in dropped}
+        return {**kept, "_pools": {}, "_originals": {}, "_loose": {}}
 
     @functools.cached_property
     def key(self) -> Hashable:
@@ -97,6 +118,16 @@ class Blueprint:
     @functools.cached_property
     def _hash(self) -> int:
         return hash((self.names, self.flags))
+
+    def reads(self, loose: Iterable[Place]) -> Reads:
+        """Sees what a call reads of the module of which this was made.
+
+        Args:
+            loose: the tensors that a copy has beside those of a call.
+        """
+        pairs = [(place.path, place.value) for place in loose]
+        name = type(self.module).__name__
+        return Reads(name, _alive(self._originals), [*pairs, *_alive(self._loose).items()])
 
     def pool(self, device: torch.device) -> "_Pool":
         """The skeletons on one device."""
@@ -131,15 +162,15 @@ class Skeleton:
         self._blueprint = blueprint
         self.parameter_names = blueprint.names.parameters
         self.constants = list(constants)
-        own = [*blueprint.parameters, *blueprint.state, *(v.placeholder for v in blueprint.views)]
-        memo: dict[int, Any] = {id(p): p for p in own}
+        memo: dict[int, Any] = {id(p): p for p in blueprint.bound}
         memo |= {id(old): new for old, new in zip(blueprint.constants, self.constants, strict=True)}
-        copy = copied(blueprint.module, memo)
-        self.module, self._copy = copy.module, copy
+        self._copy = copied(blueprint.module, memo)
+        self.module = self._copy.module
         strip_checkers(self.module)
-        self._parameter_slots = [copy.slots[id(p)] for p in blueprint.parameters]
-        self._state_slots = [copy.slots[id(p)] for p in blueprint.state]
-        self._view_slots = [copy.slots[id(v.placeholder)] for v in blueprint.views]
+        slots = self._copy.slots
+        self._parameter_slots = [slots[id(p)] for p in blueprint.parameters]
+        self._state_slots = [slots[id(p)] for p in blueprint.state]
+        self._view_slots = [slots[id(v.placeholder)] for v in blueprint.views]
         self._constant_slots = [buffer_slot(self.module, n) for n in blueprint.names.constants]
         self._versions = [c._version for c in self.constants]
         self._inference: bool | None = None
@@ -147,8 +178,7 @@ class Skeleton:
     def set_mode(self, inference: bool) -> None:
         """Sets torch's train flags."""
         if inference != self._inference:
-            flags = self._blueprint.training_flags(inference)
-            set_training(self.module, flags)
+            set_training(self.module, self._blueprint.training_flags(inference))
             self._inference = inference
             if "trace" in vars(self):
                 self.trace.note_modes()
@@ -156,9 +186,11 @@ class Skeleton:
     @functools.cached_property
     def trace(self) -> Trace:
         """What calls leave behind. To be asked for first while there is nothing."""
-        blueprint = self._blueprint
-        own = [*blueprint.parameters, *blueprint.state, *(v.placeholder for v in blueprint.views)]
-        return Trace(self._copy, [*own, *self.constants])
+        return Trace(self._copy, [*self._blueprint.bound, *self.constants])
+
+    def reads(self) -> Reads:
+        """Sees what a call finds in the module beside what it is given."""
+        return self._blueprint.reads(self.trace.loose)
 
     def bind(self, parameters: Sequence[torch.Tensor], state: Sequence[torch.Tensor]) -> None:
         """Puts tensors in place of the parameters and of the changing buffers."""
@@ -170,9 +202,8 @@ class Skeleton:
 
     def unbind(self) -> None:
         """Takes them out, so that nothing keeps or reads memory that is XLA's."""
-        fill(self._parameter_slots, self._blueprint.parameters)
-        fill(self._state_slots, self._blueprint.state)
-        fill(self._view_slots, [v.placeholder for v in self._blueprint.views])
+        slots = self._parameter_slots + self._state_slots + self._view_slots
+        fill(slots, self._blueprint.bound)
 
     def overwritten(self, parameters: Sequence[torch.Tensor]) -> list[str]:
         """The parameters in whose place the forward has put something else."""
@@ -230,22 +261,176 @@ class _Pool:
         return Skeleton(self._blueprint, self._constants)
 
 
-def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return dict(module.named_parameters()) | dict(module.named_buffers())
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A tensor that is a view of a parameter or of a changing buffer.
+
+    Attributes:
+        owner: the position of that one, parameters first.
+        size, stride, offset: where in its memory the view's elements are.
+        attached: whether derivatives pass through it.
+        placeholder: stands for it in a blueprint.
+    """
+
+    owner: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    attached: bool
+    placeholder: torch.Tensor
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for equal views."""
+        return self.owner, self.size, self.stride, self.offset, self.attached
+
+    def of(self, owner: torch.Tensor) -> torch.Tensor:
+        """The view of another tensor."""
+        owner = owner if self.attached else owner.detach()
+        layout = self.size, self.stride, self.offset
+        if owner.is_contiguous() and not is_functorch_wrapped_tensor(owner):
+            return owner.as_strided(*layout)
+        index = torch.arange(owner.numel(), device=owner.device).as_strided(*layout)
+        return owner.reshape(-1)[index]
 
 
 def _views(
-    module: torch.nn.Module, names: Names, tensors: dict[str, torch.Tensor]
+    module: str,
+    names: Names,
+    tensors: Mapping[str, torch.Tensor],
+    others: Mapping[int, Place],
 ) -> dict[int, View]:
+    """The views of parameters and changing buffers among other tensors, by their identities.
+
+    Raises:
+        ModuleError: tensors overlap that are not views of one another.
+    """
+    owners = names.parameters + names.state
+    positions = {id(tensors[name]): i for i, name in enumerate(owners)}
     registered = set(map(id, tensors.values()))
-    others = {
-        place.path: place.value
-        for place in walk(module)
-        if isinstance(place.value, torch.Tensor) and id(place.value) not in registered
-    }
-    owners = {name: tensors[name] for name in names.parameters + names.state}
-    constants = {name: tensors[name] for name in names.constants}
-    return views(type(module).__name__, owners, constants, others)
+    found: dict[int, View] = {}
+    named = {key: (place.path, place.value) for key, place in others.items()}
+    named |= {id(tensor): (name, tensor) for name, tensor in tensors.items()}
+    for pair in _overlapping(named):
+        (owner_name, owner), (view_name, view) = sorted(
+            pair, key=lambda named: positions.get(id(named[1]), len(owners))
+        )
+        if id(owner) not in positions:
+            continue
+        if id(view) in registered or id(view) in found or not _is_view(view, owner):
+            raise ModuleError(
+                _overlap(module, owner_name, owner, view_name, view, id(view) in registered)
+            )
+        found[id(view)] = View(
+            positions[id(owner)],
+            tuple(view.shape),
+            view.stride(),
+            (view.data_ptr() - owner.data_ptr()) // owner.element_size(),
+            view.requires_grad,
+            torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device="meta"),
+        )
+    return found
+
+
+def _is_view(view: torch.Tensor, owner: torch.Tensor) -> bool:
+    """Whether a tensor can be made from another's elements in the order in which JAX has them."""
+    low, high = _extent(owner)
+    first, last = _extent(view)
+    return (
+        owner.is_contiguous()
+        and low <= first
+        and last <= high
+        and (first - low) % owner.element_size() == 0
+        and view.dtype == owner.dtype
+        and not (view.is_conj() or view.is_neg())
+    )
+
+
+def _overlapping(
+    named: Mapping[int, tuple[str, torch.Tensor]],
+) -> Iterator[tuple[tuple[str, torch.Tensor], tuple[str, torch.Tensor]]]:
+    """The pairs that have memory in common."""
+    stored = [tensor for _, tensor in named.values() if _has_memory(tensor)]
+    ordered = sorted((str(t.device), *_extent(t), id(t)) for t in stored)
+    open_: list[tuple[str, int, int, int]] = []
+    for item in ordered:
+        device, low, _, key = item
+        open_ = [o for o in open_ if o[0] == device and o[2] > low]
+        for *_, other in open_:
+            if _intersect(named[other][1], named[key][1]):
+                yield named[other], named[key]
+        open_.append(item)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    strided = tensor.layout is torch.strided and not tensor.is_quantized
+    return strided and not tensor.is_meta and tensor.numel() > 0
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a tensor's memory, and the one after its last."""
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _intersect(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether tensors whose extents intersect have elements in common."""
+    if (_is_dense(a) and _is_dense(b)) or a.element_size() != b.element_size():
+        return True
+    return bool(torch.isin(_addresses(a), _addresses(b)).any())
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    low, high = _extent(tensor)
+    return high - low == tensor.numel() * tensor.element_size()
+
+
+def _addresses(tensor: torch.Tensor) -> torch.Tensor:
+    address = torch.tensor(tensor.data_ptr())
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        address = address[..., None] + torch.arange(size) * (stride * tensor.element_size())
+    return address
+
+
+def _overlap(
+    module: str,
+    owner_name: str,
+    owner: torch.Tensor,
+    view_name: str,
+    view: torch.Tensor,
+    registered: bool,
+) -> str:
+    text = (
+        f"`{module}` cannot be converted: `{view_name}` shares memory with `{owner_name}`, so that "
+        "in torch a change of one is a change of the other, but in JAX they would be two arrays. "
+    )
+    layouts = [(t.shape, t.stride(), t.data_ptr()) for t in (view, owner)]
+    if registered and layouts[0] == layouts[1]:
+        return text + f"Make them one: `module.{view_name} = module.{owner_name}`."
+    return text + (
+        f"Do not keep `{view_name}`, but compute it in `forward` from `self.{owner_name}` (its "
+        "`.t()`, a slice of it), or keep a copy: `.clone()`."
+    )
+
+
+def _alive(references: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    tensors = {name: reference() for name, reference in references.items()}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    return storage_key(tensor) if tensor.layout is torch.strided else None
+
+
+def _may_be_computed(tensor: torch.Tensor) -> bool:
+    strided = tensor.layout is torch.strided
+    return strided and is_inexact(tensor.dtype) and not isinstance(tensor, torch.nn.Parameter)
+
+
+def _is_computed(place: Place) -> bool:
+    kept = getattr(type(place.owner), str(place.key), None)
+    return place.value.grad_fn is not None or isinstance(kept, functools.cached_property)
 
 
 def _placeholder(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,8 +24,6 @@ from .core import Core, Options, restored_own, signature_of
 from .function import ModuleCode
 from .layers import changing_buffers, check_convertible, check_shards, is_training
 from .module import TorchModule
-from .stale import warn_of_stale
-from .variables import check_variables
 
 
 def from_torch(
@@ -93,11 +91,9 @@ def from_torch(
         _check_has_state(module, state, at_making=called_by_make_with_state())
         return _with_options(module, options, example_args, example_kw)
     check_convertible(module)
-    check_variables(module)
     if out_specs is not None:
         check_shards(module)
     _check_method(module, method)
-    warn_of_stale(module, method)
     name = type(module).__name__
     annotated = signature_of(module, options)
     example_args, example_kw = widened(annotated, example_args, example_kw)

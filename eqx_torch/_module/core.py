@@ -10,7 +10,7 @@ import jax
 import torch
 from jax.sharding import PartitionSpec
 
-from .._annotations import read_signature_for, Signature
+from .._annotations import read_signature, Signature
 from .._dtypes import canonical_dtype, dtype_t2j
 from .._examples import Annotated, Examples
 from .._invoke import Call, Prepared, Restored
@@ -189,7 +189,7 @@ class _ModuleDeclaration(Declaration):
 def signature_of(module: torch.nn.Module, options: Options) -> Signature | None:
     """The annotations of the method that is converted."""
     method = getattr(module, options.method)
-    return read_signature_for(method, options.signature, result=options.output_shapes is None)
+    return read_signature(method, options.signature, result=options.output_shapes is None)
 
 
 def argument_names(module: torch.nn.Module, method: str) -> frozenset[str]:

@@ -24,7 +24,7 @@ from .._watch import Draws, storage_key, Watch
 from .blueprint import Blueprint, Skeleton
 from .layers import projection
 from .rng import seeded
-from .traces import GeneratorState
+from .traces import GeneratorState, Reads, stale_tensor
 
 
 SEED = Spec((2,), np.dtype("uint32"))
@@ -55,7 +55,7 @@ class ModuleCode:
         self.tells = True
         self._held = _Held()
         self._quiet: set[bool] = set()
-        self._left: tuple[Any, Any, Any] = ((), (), ())  # by the last trial
+        self._left: tuple[Any, ...] = ((), (), (), ())  # by the last trial
         self._told: set[str] = set()
 
     def __eq__(self, other: object) -> bool:
@@ -106,7 +106,8 @@ class ModuleCode:
             skeleton.bind(parameters, [b.clone() for b in arrays[count:end_of_state]])
             self._held.items.append(skeleton.unbind)
             drawing = self._unseeded(inference) if seed is None else self._seeding(arrays[seed])
-            with drawing:
+            reads = skeleton.reads() if usual is None and not tried else None
+            with drawing, reads or _UNCHANGED:
                 result = self._run(skeleton, args, kwargs)
             new_state = skeleton.state()
             changed = skeleton.changed_constants()
@@ -128,7 +129,8 @@ class ModuleCode:
                     # Where there was no trial, the first run was on copies and compared them.
                     compared = () if tried else self._written(learnt)
                     untried = [n for n in numbers if _is_untried(n[-1], tried, arrays)]
-                    self._tell(dict.fromkeys([*written, *compared]), untried, changes.written)
+                    names = dict.fromkeys([*written, *compared])
+                    self._tell(names, untried, changes.written, self._stale(reads))
 
             self._held.items.append(end)
             return result, *new_state
@@ -173,7 +175,8 @@ class ModuleCode:
             look = _Look(skeleton, parameters)
             modes.enter_context(_unoptimised(skeleton.module))
             skeleton.bind(parameters, state)
-            result = self._run(skeleton, args, kwargs)
+            with skeleton.reads() as reads:
+                result = self._run(skeleton, args, kwargs)
             new_state = skeleton.state()
             triples = zip(self.blueprint.names.state, state, new_state, strict=True)
             self.changed_state = {
@@ -197,7 +200,7 @@ class ModuleCode:
                 skeleton.unbind()
                 again = {path: new for path, _, new in skeleton.trace.numbers(changes)}
                 numbers = [number for number in numbers if again.get(number[0]) != number[2]]
-            self._left = written, numbers, changes.written
+            self._left = written, numbers, changes.written, self._stale(reads)
             return result, *new_state
 
         with modes:
@@ -222,7 +225,7 @@ class ModuleCode:
         """What was declared was not tried: its first run in each mode tells whether it draws."""
         with Draws() as draws:
             yield
-        if draws.any:
+        if draws.random:
             raise ModuleError(missing_key(self.name, [], inference))
         self._quiet.add(inference)
 
@@ -236,9 +239,11 @@ class ModuleCode:
         written: Iterable[str],
         numbers: Sequence[tuple[str, Any, Any]],
         loose: Sequence[str],
+        stale: Sequence[str],
     ) -> None:
         """Warns, once, of what torch would keep from one call to the next and JAX does not."""
-        texts = {name: self._written_parameter(name) for name in written}
+        texts = {path: stale_tensor(self.name, path) for path in stale}
+        texts |= {name: self._written_parameter(name) for name in written}
         texts |= {number[0]: _changed_number(self.name, *number) for number in numbers}
         texts |= {path: _written_tensor(self.name, path) for path in loose}
         for path, text in texts.items():
@@ -255,6 +260,9 @@ class ModuleCode:
             f'`optax.apply_updates`: `model = eqx.tree_at(lambda m: m.params["{name}"], model, '
             f"replace_fn={projection(layer)})`."
         )
+
+    def _stale(self, reads: Reads | None) -> list[str]:
+        return [] if reads is None else reads.stale(self.python, self.blueprint.loose)
 
     def _seeding(self, seed: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         return seeded(seed, self._held.random.append)

@@ -1,9 +1,18 @@
-"""What is known of torch's own layers: which change buffers, which draw random numbers."""
+"""What is known of torch's own layers: which change buffers, which draw random numbers.
+
+Torch code has to know the mode of its layers when JAX traces. As a bool among a model's leaves, as
+Equinox's own layers have it, it would be traced, or refused, by each transformation that is not
+Equinox's; as a static field, `equinox.nn.inference_mode` would not find it, which replaces the node
+`inference` of each module by a bool. So `Mode` is a node without leaves, and whatever bool is set
+there becomes one.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
+import jax.tree_util as jtu
+import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.prune import BasePruningMethod
@@ -22,6 +31,31 @@ _DROPOUTS = (
     torch.nn.AlphaDropout,
     torch.nn.FeatureAlphaDropout,
 )
+
+
+@jtu.register_static
+class Mode(int):
+    """A bool that is a node of a PyTree, but no leaf."""
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+
+class ModeField:
+    """The attribute `inference` of a model, a `Mode`.
+
+    Each model has an instance of its own, since `equinox.tree_at` tells nodes apart by identity.
+    """
+
+    def __get__(self, model: Any, owner: type) -> Any:
+        try:
+            return vars(model)["inference"]
+        except (KeyError, TypeError):  # of the class, or while a model is being made
+            raise AttributeError("inference") from None
+
+    def __set__(self, model: Any, value: Any) -> None:
+        flag = isinstance(value, bool | np.bool_ | Mode)
+        vars(model)["inference"] = Mode(value) if flag else value
 
 
 def changing_buffers(module: torch.nn.Module) -> set[str]:

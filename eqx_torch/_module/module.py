@@ -12,12 +12,11 @@ from .._compat import axes_of_type
 from .._errors import InputError, ModuleError
 from .._invoke import Call, divided, outputs_of, Prepared, prepared
 from .._sharding import check_on_mesh, check_whole, ON_THE_MESH
-from .attributes import missing_attribute
 from .core import Core
 from .function import first, missing_key
-from .keywords import Keywords
-from .mode import ModeField
-from .shards import ModuleShards, seed_of
+from .layers import ModeField
+from .rng import ModuleShards, seed_of
+from .usage import keywords, missing_attribute
 
 
 class TorchModule(eqx.nn.StatefulLayer):
@@ -98,7 +97,7 @@ class TorchModule(eqx.nn.StatefulLayer):
             (8, 3)
         """
         core = self.core
-        own = Keywords(core, args, kwargs)
+        own = keywords(core, args, kwargs)
         names = core.blueprint.names
         buffers = self._buffers_for(own.state)
         call = Call(

@@ -1,4 +1,4 @@
-"""torch's random numbers in a call that has a key.
+"""The random numbers of a call that has a key, and what each of its shards has for itself.
 
 On a CPU a call draws from a generator of its own. Of the operators for a GPU, some (dropout among
 them) know but the one that torch has for each device. So a call there seeds that too; from then
@@ -7,10 +7,15 @@ as the forward is done. (The backward may seed again: `torch.utils.checkpoint` d
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import torch
+from jax.sharding import PartitionSpec as P
 
+from .._invoke import PerShard
 from .._program import draw_from, EXCLUSIVE
 
 
@@ -52,3 +57,37 @@ def _on_gpu(
 def _as_seed(high: int, low: int) -> int:
     """torch takes seeds as signed 64-bit integers."""
     return int.from_bytes(((high << 32) | low).to_bytes(8, "little"), "little", signed=True)
+
+
+class ModuleShards(PerShard):
+    """The shards of one call draw differently; changed buffers are averaged over them."""
+
+    def __init__(self, seed: int | None, num_buffers: int) -> None:
+        self._seed = seed
+        self._num_buffers = num_buffers
+
+    def out_specs(self, specs: list[P]) -> list[P]:
+        return specs + [P()] * self._num_buffers
+
+    def enter(self, shards: Sequence[Any], axes: frozenset[str]) -> Sequence[Any]:
+        if self._seed is None:
+            return shards
+        index = jax.lax.axis_index(tuple(sorted(axes)))
+        key = jax.random.wrap_key_data(shards[self._seed], impl="threefry2x32")
+        seed = seed_of(jax.random.fold_in(key, index))
+        return [*shards[: self._seed], seed, *shards[self._seed + 1 :]]
+
+    def leave(self, results: list[Any], axes: frozenset[str]) -> list[Any]:
+        names = tuple(sorted(axes))
+        split = len(results) - self._num_buffers
+        return results[:split] + [_averaged(x, names) for x in results[split:]]
+
+
+def seed_of(key: jax.Array) -> jax.Array:
+    """Two words of 32 bits."""
+    return jax.random.bits(key, (2,), jnp.uint32)
+
+
+def _averaged(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    reduce = jax.lax.pmean if jnp.issubdtype(x.dtype, jnp.inexact) else jax.lax.pmax
+    return reduce(x, axes)

@@ -1,137 +1,33 @@
-"""What calls leave behind in a module's Python objects, and how it is taken out again.
+"""What calls leave behind in a module's Python objects, and what they find there.
 
 A call of a converted module starts from the module as it was converted, so that what a forward
 caches is computed from the parameters of that very call, and a count of calls, or what it draws
 from a random generator of its own, is the same on every device. What a forward sets or adds is
-therefore put back when the call is done.
+therefore put back when the call is done. What it reads is looked at in the first run of a kind: not
+the original's tensors, which some things lead to that no copy can have (global variables, classes),
+nor, without a word, what an earlier call has cached, which is a constant since.
 """
 
-import collections
 import ctypes
 import dataclasses
 import pickle
-import random
+import sys
 import types
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from .._reachable import CachedFunction
-from .places import (
-    Attributes,
-    attributes_of,
-    elements,
-    is_filled,
-    is_generator,
-    is_open,
-    Place,
-)
-from .slots import Copy
+from .._compat import TorchDispatchMode
+from .._errors import ModuleError
+from .._reachable import CachedFunction, is_library
+from .._watch import storage_key
+from .._writers import attributes_set_by
+from .walk import apart, ATTRIBUTES, contents, Copy, is_generator, MUTABLE, Place, refill, step_to
 
 
-_NUMBERS = (bool, int, float, complex, str)
-
-
-class Trace:
-    """The Python objects of a copy of a module, with what they held when it was made.
-
-    Args:
-        copy: the copy, which no call has used.
-        bound: the tensors in whose place others will be put.
-    """
-
-    def __init__(self, copy: Copy, bound: Sequence[torch.Tensor]) -> None:
-        self._held: list[_Held | _Generator] = list(_held_in(copy.places))
-        # The positions of what is in sets differ from copy to copy.
-        self._unordered = any(p.step == "{...}" for p in copy.places)
-        self._caches = list(_caches(copy))
-        known = set(map(id, bound))
-        self._loose = [
-            (p.path, p.value, p.value._version)
-            for p in copy.places
-            if isinstance(p.value, torch.Tensor) and id(p.value) not in known
-        ]
-
-    def note_modes(self) -> None:
-        """Takes the train flags for those that a call should leave."""
-        for held in self._held:
-            held.note("training")
-
-    def changes(self, usual: "Changes | None" = None) -> "Changes":
-        """What a call has left behind, when its tensors are taken out again.
-
-        Args:
-            usual: what other calls of the kind have; only there is looked.
-        """
-        among = range(len(self._held)) if usual is None or self._unordered else usual.held
-        changed = [i for i in among if not self._held[i].is_intact()]
-        written = [path for path, tensor, version in self._loose if tensor._version != version]
-        cached = any(cache.cache_info().currsize for cache in self._caches)
-        return Changes(changed, written, cached)
-
-    def numbers(self, changes: "Changes") -> list[tuple[str, Any, Any]]:
-        """The numbers, strings and states of generators that are others now.
-
-        Of each where it is, what it was, what it is.
-        """
-        return [number for i in changes.held for number in self._held[i].numbers()]
-
-    def put_back(self, changes: "Changes") -> None:
-        """Makes all as it was; what was written to remains."""
-        for i in changes.held:
-            self._held[i].put_back()
-        if changes.cached:
-            for cache in self._caches:
-                cache.cache_clear()
-
-
-class Changes:
-    """What a call has left behind.
-
-    Attributes:
-        held: which objects hold something else, by position.
-        written: the tensors that are neither parameters nor buffers and were written to.
-        cached: whether something is in the caches of methods.
-    """
-
-    def __init__(self, held: list[int], written: list[str], cached: bool) -> None:
-        self.held = held
-        self.written = written
-        self.cached = cached
-
-    def __bool__(self) -> bool:
-        return bool(self.held or self.written or self.cached)
-
-
-class _Held:
-    """A container or the attributes of an object, with the contents at first."""
-
-    def __init__(self, place: Place, container: Any, contents: Any) -> None:
-        self._place = place
-        self._container = container
-        self._contents = contents
-
-    def note(self, name: str) -> None:
-        if isinstance(self._place.value, torch.nn.Module):
-            self._contents[name] = self._container[name]
-
-    def is_intact(self) -> bool:
-        return _same_items(_contents(self._container), self._contents)
-
-    def put_back(self) -> None:
-        _refill(self._container, self._contents)
-
-    def numbers(self) -> Iterator[tuple[str, Any, Any]]:
-        now = _contents(self._container)
-        if isinstance(now, dict):
-            for key, old in self._contents.items():
-                new = now.get(key)
-                if isinstance(old, _NUMBERS) and isinstance(new, _NUMBERS) and new != old:
-                    step = f".{key}" if is_open(self._place.value) else f"[{key!r}]"
-                    yield f"{self._place.path}{step}".removeprefix("."), old, new
+_PACKAGE = __name__.partition(".")[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,127 +37,236 @@ class GeneratorState:
     contents: bytes = dataclasses.field(repr=False)
 
 
-class _Generator:
-    """A random generator, with its state at first."""
-
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._state = _random_state(place.value)
-        self._before = _contents_of(self._state)
-
-    def note(self, name: str) -> None:
-        del name
-
-    def is_intact(self) -> bool:
-        return self._now() == self._before
-
-    def put_back(self) -> None:
-        _set_random_state(self._place.value, self._state)
-
-    def numbers(self) -> Iterator[tuple[str, Any, Any]]:
-        now = self._now()
-        if now != self._before:
-            yield self._place.path, self._before, now
-
-    def _now(self) -> GeneratorState:
-        return _contents_of(_random_state(self._place.value))
+_NUMBERS = (bool, int, float, complex, str, GeneratorState)
 
 
-def _contents_of(state: Any) -> GeneratorState:
-    if isinstance(state, torch.Tensor):  # read as it is in a run on tensors without memory too
+class Trace:
+    """The Python objects of a copy of a module, with what they held when it was made.
+
+    Args:
+        copy: the copy, which no call has used.
+        bound: the tensors in whose place others will be put.
+
+    Attributes:
+        loose: the places of the tensors that are none of these.
+    """
+
+    def __init__(self, copy: Copy, bound: Sequence[torch.Tensor]) -> None:
+        holders = {id(p.value): p for p in reversed(copy.places) if _is_holder(p.value)}
+        self._held = [(place, _contents(place.value)) for place in holders.values()]
+        # The positions of what is in sets differ from copy to copy.
+        self._unordered = any(p.step == "{...}" for p in copy.places)
+        self._caches = list(_caches(copy))
+        known = set(map(id, bound))
+        tensors = [p for p in copy.places if isinstance(p.value, torch.Tensor)]
+        self.loose = [p for p in tensors if id(p.value) not in known]
+        self._versions = [p.value._version for p in self.loose]
+
+    def note_modes(self) -> None:
+        """Takes the train flags for those that a call should leave."""
+        for place, before in self._held:
+            if place.key is ATTRIBUTES and "training" in before:
+                before["training"] = place.value["training"]
+
+    def changes(self, usual: "Changes | None" = None) -> "Changes":
+        """What a call has left behind, when its tensors are taken out again.
+
+        Args:
+            usual: what other calls of the kind have; only there is looked.
+        """
+        among = range(len(self._held)) if usual is None or self._unordered else usual.held
+        changed = [i for i in among if not self._is_intact(i)]
+        pairs = zip(self.loose, self._versions, strict=True)
+        written = [place.path for place, version in pairs if place.value._version != version]
+        cached = any(cache.cache_info().currsize for cache in self._caches)
+        return Changes(changed, written, cached)
+
+    def numbers(self, changes: "Changes") -> list[tuple[str, Any, Any]]:
+        """The numbers, strings and states of generators that are others now.
+
+        Of each where it is, what it was, what it is.
+        """
+        return [number for i in changes.held for number in self._numbers_in(*self._held[i])]
+
+    def put_back(self, changes: "Changes") -> None:
+        """Makes all as it was; what was written to remains."""
+        for i in changes.held:
+            place, before = self._held[i]
+            if is_generator(place.value):
+                _set_state(place.value, before[None].contents)
+            else:
+                refill(place.value, before)
+        if changes.cached:
+            for cache in self._caches:
+                cache.cache_clear()
+
+    def _is_intact(self, i: int) -> bool:
+        place, before = self._held[i]
+        now = _contents(place.value)
+        same_keys = len(now) == len(before) and all(
+            a is b or a == b for a, b in zip(now, before, strict=True)
+        )
+        return same_keys and all(map(_same, now.values(), before.values()))
+
+    def _numbers_in(self, place: Place, before: Mapping[Any, Any]) -> Iterator[Any]:
+        now = _contents(place.value)
+        for key, old in before.items():
+            new = now.get(key)
+            if isinstance(old, _NUMBERS) and isinstance(new, _NUMBERS) and new != old:
+                yield Place(new, None, key, place, step_to(place, key)).path, old, new
+
+
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """What a call has left behind.
+
+    Attributes:
+        held: which objects hold something else, by position.
+        written: the tensors that are neither parameters nor buffers and were written to.
+        cached: whether something is in the caches of methods.
+    """
+
+    held: list[int]
+    written: list[str]
+    cached: bool
+
+    def __bool__(self) -> bool:
+        return bool(self.held or self.written or self.cached)
+
+
+class Reads(TorchDispatchMode):
+    """Sees which tensors the code reads that runs under it.
+
+    Args:
+        name: of the module, for messages.
+        originals: the parameters and buffers of the module that was converted, by name.
+        loose: other tensors that the module holds, with their paths.
+
+    Raises:
+        ModuleError: it reads one of `originals`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        originals: Mapping[str, torch.Tensor],
+        loose: Iterable[tuple[str, torch.Tensor]],
+    ) -> None:
+        super().__init__()
+        self._name = name
+        self._originals = {key: n for n, t in originals.items() for key in _keys(t)}
+        self._loose = {key: path for path, tensor in loose for key in _keys(tensor)}
+        self._read: dict[str, None] = {}
+        self._refusal = ""
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        # Not raised by the operator: torch takes some errors of `a + b` for no such operator.
+        if self._refusal:
+            raise ModuleError(self._refusal)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for key in _keys([*args, *kwargs.values()]):
+            if key in self._originals:
+                self._refusal = self._refusal or _reads_original(self._name, self._originals[key])
+            if key in self._loose:
+                self._read[self._loose[key]] = None
+        return func(*args, **kwargs)
+
+    def stale(self, function: Callable[..., Any], computed: Mapping[str, bool]) -> list[str]:
+        """The tensors that seem to be caches of an earlier call.
+
+        Args:
+            function: what has run.
+            computed: of the tensors that may be such, whether they surely are.
+        """
+        read = [path for path in self._read if path in computed]
+        set_ = attributes_set_by(function) if read else frozenset()
+        return [path for path in read if computed[path] or path.rpartition(".")[2] in set_]
+
+
+def _keys(tree: Any) -> Iterator[int]:
+    """The memory of the tensors in an operator's arguments."""
+    if isinstance(tree, torch.Tensor):
+        if tree.layout is torch.strided:
+            yield storage_key(tree)
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from _keys(item)
+
+
+def _reads_original(name: str, tensor: str) -> str:
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and _is_inner(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    reader = f"`{frame.f_code.co_qualname}`" if frame is not None else "its code"
+    return (
+        f"`{name}` cannot be converted: {reader} reads its parameter {tensor} through something "
+        "that is not copied with the module (a global variable, a class or a variable of its "
+        "methods, an object that copies as itself), so that it would for ever read the "
+        "original's. Make it an attribute of the module (`self.name = ...`) or a default "
+        "argument, or pass it as an argument of the call."
+    )
+
+
+def stale_tensor(name: str, path: str) -> str:
+    """The message for a tensor that seems to be the cache of an earlier call."""
+    return (
+        f"`{path}` of `{name}` holds a tensor that was computed before the conversion, by an "
+        "earlier call or when the module was made, and is now a constant: it does not follow the "
+        "parameters, and no gradient flows through it. If the forward computes it, set it to None "
+        "or remove it, or convert a new module; if it is a constant, detach it and register it "
+        "(`self.register_buffer`)."
+    )
+
+
+def _is_inner(module: str) -> bool:
+    return is_library(module) or module.partition(".")[0] == _PACKAGE
+
+
+def _is_holder(item: Any) -> bool:
+    return isinstance(item, MUTABLE) or is_generator(item)
+
+
+def _contents(holder: Any) -> dict[Any, Any]:
+    return {None: _state(holder)} if is_generator(holder) else contents(holder)
+
+
+def _state(generator: Any) -> GeneratorState:
+    if isinstance(generator, torch.Generator):  # read as it is in a run on fake tensors too
+        state = generator.get_state()
         return GeneratorState(ctypes.string_at(state.data_ptr(), state.numel()))
-    return GeneratorState(pickle.dumps(state))
+    if isinstance(generator, np.random.BitGenerator):
+        return GeneratorState(pickle.dumps(generator.state))
+    get = getattr(generator, "getstate", None) or generator.get_state
+    return GeneratorState(pickle.dumps(get()))
 
 
-def _random_state(generator: Any) -> Any:
+def _set_state(generator: Any, contents: bytes) -> None:
     if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    return _bits(generator).state
-
-
-def _set_random_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
+        generator.set_state(torch.frombuffer(bytearray(contents), dtype=torch.uint8))
+    elif isinstance(generator, np.random.BitGenerator):
+        generator.state = pickle.loads(contents)
     else:
-        _bits(generator).state = state
-
-
-def _bits(generator: Any) -> Any:
-    return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
-
-
-def _held_in(places: Sequence[Place]) -> Iterator[_Held | _Generator]:
-    seen: set[int] = set()
-    for place in places:
-        item = place.value
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        is_variable = isinstance(item, types.CellType) and is_filled(item)
-        if is_variable or isinstance(item, dict | list | set | collections.deque):
-            yield _Held(place, item, _contents(item))
-        if is_generator(item):
-            yield _Generator(place)
-        if is_open(item) and not isinstance(item, tuple):
-            container, _ = attributes_of(item)
-            yield _Held(place, container, _contents(container))
-
-
-def _contents(container: Any) -> Any:
-    if isinstance(container, types.CellType):
-        return {"cell_contents": container.cell_contents}
-    if isinstance(container, Attributes):
-        _, names = attributes_of(container.item)
-        return {name: container[name] for name in names}
-    return dict(dict.items(container)) if isinstance(container, dict) else elements(container)
-
-
-def _refill(container: Any, contents: Any) -> None:
-    if isinstance(container, types.CellType):
-        container.cell_contents = contents["cell_contents"]
-    elif isinstance(container, Attributes):
-        for name in _contents(container).keys() - contents.keys():
-            object.__delattr__(container.item, name)
-        for name, value in contents.items():
-            container[name] = value
-    else:
-        container.clear()
-        add: Callable[[Any], None] = getattr(container, "update", None) or container.extend
-        add(contents)
-
-
-def _same_items(now: Any, before: Any) -> bool:
-    if len(now) != len(before):
-        return False
-    if isinstance(now, dict):
-        pairs = zip(now.items(), before.items(), strict=True)
-        return all((a is c or a == c) and _same(b, d) for (a, b), (c, d) in pairs)
-    return all(map(_same, now, before))
+        set_ = getattr(generator, "setstate", None) or generator.set_state
+        set_(pickle.loads(contents))
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two values are one, or of the kinds that are made anew where they stand."""
+    """Whether two values are one, or alike and of the kinds that are made anew where they stand."""
     if a is b:
         return True
     if type(a) is not type(b):
         return False
-    if isinstance(a, str | bytes | bool | int | float | complex):
+    if isinstance(a, (*_NUMBERS, bytes)):
         return a == b
-    if isinstance(a, tuple):
-        return tuple.__len__(a) == tuple.__len__(b) and all(map(_same, elements(a), elements(b)))
-    if isinstance(a, types.MethodType):
-        return a.__self__ is b.__self__ and a.__func__ is b.__func__
-    if isinstance(a, types.BuiltinMethodType):
-        return a.__self__ is b.__self__ and a.__name__ == b.__name__
-    return isinstance(a, weakref.ref) and a() is b()
+    parts, others = apart(a), apart(b)
+    if parts is None or others is None:
+        return False
+    return len(parts[0]) == len(others[0]) and all(map(_same, parts[0], others[0]))
 
 
 def _caches(copy: Copy) -> Iterator[Any]:

@@ -30,7 +30,7 @@ from .generators import (
     drawing_from as drawing_from,
     own_generator as own_generator,
 )
-from .hints import hint as hint
+from .hints import hint_for as hint_for
 from .interposed import interposing as interposing, with_interposed as with_interposed
 from .leaf import Leaf as Leaf, same_bits as same_bits, write_error as write_error
 from .record import Record as Record

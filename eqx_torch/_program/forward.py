@@ -27,13 +27,22 @@ from .exclusive import EXCLUSIVE, settle
 from .graph import is_users, nodes_behind
 from .reverse import (
     gradients,
+    is_seen_by_draws,
     leaf_of,
     refuse_errors,
     refuse_unseen_nearby,
     requires_gradient,
     restricted,
 )
-from .seen import is_seen, nearby, random_like, refuse_unseen, refusing_unseen
+from .seen import (
+    is_seen,
+    nearby,
+    PRECISE,
+    random_like,
+    refuse_unseen,
+    refusing_unseen,
+    rounding,
+)
 
 
 _NO_TANGENT = (
@@ -64,6 +73,8 @@ def double_backward(jvp: Derivative, primals: Tensors, tangents: Tensors) -> lis
         pulled = gradients(outputs, active, seeds, create_graph=True)
     refuse_errors(nodes_behind(x.grad_fn for x in pulled))
     refuse_unseen(pulled, message)
+    if rounding((*pulled, *seeds)) > PRECISE and is_seen_by_draws(pulled, seeds) is False:
+        raise EqxTorchError(message)
     pushed = gradients(
         pulled, seeds, tangents, create_graph=by_primals or requires_gradient(tangents)
     )
@@ -137,7 +148,7 @@ def _refuse_unseen_tangents(jvp: Derivative, primals: Tensors) -> None:
     tangents = [t.requires_grad_() for t in random_like(pick(point, jvp.wrt))]
     try:
         pushed, _ = _pushed(jvp, point, tangents)
-        cotangents = random_like(pushed)
+        cotangents = random_like(pushed, 1)
         back = gradients(pushed, tangents, cotangents, create_graph=False)
     except Exception:
         return  # whoever differentiates will have the error

@@ -23,12 +23,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from .._reachable import reachable
-from .._scripts import makes_tensors_of_numbers, scripts_near
-from .._survivors import Before
-from .._swaps import reaches_module, seems_to_swap
+from .._reachable import reachable, reaches_module, scripts_near, seems_to_swap
 from .._trees import Structure
-from .._watch import Watch
+from .._watch import Before, Watch
 from .._writers import Ways, ways_to_write
 from .base import Spec, Tensors
 from .interposed import is_narrow
@@ -379,11 +376,6 @@ class TorchFunction:
         tensor of numbers, a run on fake tensors ends the process.
         """
         return scripts_near(self.code.near)
-
-    @functools.cached_property
-    def runs_on_fakes(self) -> bool:
-        """Whether a run on fake tensors may be tried."""
-        return not any(map(makes_tensors_of_numbers, self.scripts))
 
     def must_loop(self, site: Site, in_axes: Sequence[int | None]) -> bool:
         """Whether a batch with these axes of the inputs has to be computed one by one.

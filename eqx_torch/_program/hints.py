@@ -1,10 +1,8 @@
-"""What to write where torch code fails for what it was given.
+"""What to write where torch code met what it does not take: other dtypes, JAX, or NumPy.
 
-torch refuses dtypes with no type of error of their own, only messages, which spell a dtype in
-several ways: `Int`, `int`, `torch.int32`, `IntTensor`. Two such mistakes come from JAX. It holds
-int64 in 32 bits, while torch wants class labels to be int64. And nothing is cast where an array
-meets a layer's parameters. Other mistakes mix libraries: JAX and NumPy do not take tensors as torch
-does.
+Of dtypes torch has no type of error, only messages, which spell one in several ways: `Int`, `int`,
+`torch.int32`, `IntTensor`. Two such mistakes come from JAX. It holds int64 in 32 bits, while torch
+wants class labels to be int64. And nothing is cast where an array meets a layer's parameters.
 """
 
 import re
@@ -45,8 +43,6 @@ _INT64 = (
     'the torch code, or annotate the argument, `labels: Int64[Tensor, "batch"]`, there or in a '
     "`signature=`, or wrap it with the arguments of a whole call with int64 labels as examples."
 )
-
-
 _JAX = (
     "Torch code met a JAX array, or JAX a tensor. In torch code there are tensors only: pass "
     "arrays as arguments instead of closing over them, call torch's functions on them, and apply "
@@ -60,7 +56,7 @@ _NUMPY = (
 )
 
 
-def hint(error: BaseException, inputs: Named, x64: bool) -> str:
+def hint_for(error: BaseException, inputs: Named, x64: bool) -> str:
     """What to write instead; nothing if the error is torch's own affair.
 
     Args:
@@ -68,10 +64,10 @@ def hint(error: BaseException, inputs: Named, x64: bool) -> str:
         inputs: what torch was given, by the names that messages have for it.
         x64: whether JAX has 64-bit types.
     """
-    return _about_dtypes(error, inputs, x64) or _about_libraries(error)
+    return _of_dtypes(error, inputs, x64) or _of_libraries(error)
 
 
-def _about_dtypes(error: BaseException, inputs: Named, x64: bool) -> str:
+def _of_dtypes(error: BaseException, inputs: Named, x64: bool) -> str:
     message = str(error).partition("\n")[0]
     if isinstance(error, IndexError) or not _ABOUT_DTYPES.search(message):
         return ""
@@ -123,7 +119,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _about_libraries(error: BaseException) -> str:
+def _of_libraries(error: BaseException) -> str:
     if "numpy() on Tensor that requires grad" in str(error):
         return _NUMPY
     return _JAX if _is_about_jax(error) else ""

@@ -26,7 +26,7 @@ from .._trees import Structure
 from .._watch import Exposure
 from .base import Indices, Program, Spec, Tensors
 from .function import Learnt, Run, TorchFunction
-from .hints import hint
+from .hints import hint_for
 from .interposed import is_narrow
 from .results import Expected
 from .site import Site
@@ -165,7 +165,7 @@ class Leaf(Program):
         shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
         note = f"`{self.name}` was called on {self.site.described(shown)}."
         named = [(self.input_label(i), t.dtype) for i, t in enumerate(tensors)]
-        return f"{note} {hint(error, named, self.x64)}".rstrip()
+        return f"{note} {hint_for(error, named, self.x64)}".rstrip()
 
     @functools.cached_property
     def _call(self) -> Run:

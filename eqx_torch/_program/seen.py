@@ -30,6 +30,8 @@ from .base import Tensors
 from .graph import is_users
 
 
+PRECISE = 1e-4  # the rounding from which on one random direction is not enough
+
 _DETACHING: Any = (torch.Tensor.detach, torch.Tensor.data.__get__)  # pyright: ignore[reportAttributeAccessIssue]
 _LEAVING = (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__)
 
@@ -75,13 +77,20 @@ def is_seen(pulled: Tensors, cotangents: Tensors, back: Tensors, tangents: Tenso
     scale = sum(x.abs().sum() for x in (*ones, *others))
     if not torch.isfinite(torch.as_tensor(scale)):
         return None
-    rounding = max(torch.finfo(x.dtype).eps for x in (*pulled, *cotangents))
-    return bool(difference <= rounding**0.6 * scale)
+    return bool(difference <= rounding((*pulled, *cotangents)) ** 0.6 * scale)
 
 
-def random_like(tensors: Tensors) -> list[torch.Tensor]:
-    """Normally distributed numbers, without a draw from torch's own generator."""
-    return [_random(x, torch.randn) for x in tensors]
+def rounding(tensors: Tensors) -> float:
+    """The relative error of the least precise of these."""
+    return max(torch.finfo(x.dtype).eps for x in tensors)
+
+
+def random_like(tensors: Tensors, draw: int = 0) -> list[torch.Tensor]:
+    """Normally distributed numbers, without a draw from torch's own generator.
+
+    Those of another `draw` are independent.
+    """
+    return [_random(x, torch.randn, draw) for x in tensors]
 
 
 def nearby(x: torch.Tensor) -> torch.Tensor:
@@ -93,10 +102,14 @@ def nearby(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x == 0, step, x * (1 + step))
 
 
-def _random(x: torch.Tensor, draw: Callable[..., torch.Tensor]) -> torch.Tensor:
-    generator = torch.Generator(x.device).manual_seed(x.numel())
+def _random(
+    x: torch.Tensor, distribution: Callable[..., torch.Tensor], draw: int = 0
+) -> torch.Tensor:
+    # Of a seed, torch's generator for a CPU takes the lower 32 bits.
+    seed = 2**24 * draw + x.numel() % 2**24
+    generator = torch.Generator(x.device).manual_seed(seed)
     dtype = torch.complex64 if x.is_complex() else torch.float32
-    return draw(x.shape, generator=generator, device=x.device, dtype=dtype).to(x.dtype)
+    return distribution(x.shape, generator=generator, device=x.device, dtype=dtype).to(x.dtype)
 
 
 def _products(xs: Tensors, ys: Tensors) -> list[torch.Tensor]:

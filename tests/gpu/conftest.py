@@ -1,6 +1,7 @@
 """Exact arithmetic, and no quiet fall-back to the CPU where a GPU was asked for."""
 
 import os
+from pathlib import Path
 
 import jax
 import pytest
@@ -16,6 +17,15 @@ def pytest_configure(config):
         ):
             if not found:
                 raise pytest.UsageError(f"CUDA was asked for, but {library} sees no device")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On a CPU, where other tests show the same, these are slow."""
+    if jax.default_backend() != "gpu":
+        for item in items:
+            if item.path.is_relative_to(Path(__file__).parent):
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_report_header(config):

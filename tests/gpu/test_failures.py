@@ -40,6 +40,7 @@ FEW_CALLS = briefly(CALLS, "eager", "between slow operations")
 
 @every_failure
 @pytest.mark.parametrize("call", FEW_CALLS.values(), ids=FEW_CALLS)
+@pytest.mark.covering
 def test_the_error_arrives_and_the_next_call_is_right(f, message, call):
     failing = call(torch2jax(f, output_shapes=X))
     good = torch2jax(torch.sin)

@@ -8,7 +8,7 @@ import torch
 from eqx_torch import j2t, t2j, torch2jax
 
 from ..helpers import assert_trees_equal, to_numpy
-from ..twins import random_array, scalar, Twin, TWINS
+from ..helpers.twins import random_array, scalar, Twin, TWINS
 from .devices import bits, briefly, ON_GPU, on_torch, TORCH_DEVICE
 
 
@@ -51,6 +51,7 @@ def test_values(getkey, twin):
 
 @few_twins
 @pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.covering
 def test_gradients(getkey, twin, order):
     args = twin.args(getkey)
 
