@@ -431,3 +431,10 @@ def called_by_make_with_state() -> bool:
     """
     caller = sys._getframe(2)
     return caller.f_globals.get("__name__") == eqx.nn.make_with_state.__module__
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that torch.func's transformations have wrapped: no public API tells."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor

@@ -1,5 +1,17 @@
 from .convert import from_torch as from_torch
-from .ensemble import stack_modules as stack_modules, trainable as trainable
+from .ensemble import (
+    stack_modules as stack_modules,
+    trainable as trainable,
+    unstack_modules as unstack_modules,
+)
+from .inside import (
+    capture as capture,
+    fsdp as fsdp,
+    patch as patch,
+    reparametrise as reparametrise,
+    replace_module as replace_module,
+    select as select,
+)
 from .module import TorchModule as TorchModule
 from .round_trip import (
     load_state_dict as load_state_dict,

@@ -1,5 +1,6 @@
 """Trees of parameters: which are trained, and stacks of models."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
@@ -11,6 +12,7 @@ from jaxtyping import PyTree
 
 from .._errors import ModuleError
 from .module import own_buffers, TorchModule
+from .reparametrised import Reparametrised
 
 
 _PAIRS = (
@@ -99,12 +101,51 @@ def stack_modules(models: Iterable[Any]) -> Any:
     return stack, _stacked_states(models)
 
 
+def unstack_modules(stack: Any) -> list[Any]:
+    """The members of an ensemble, the reverse of `stack_modules`.
+
+    **Arguments:**
+
+    - `stack`: what `stack_modules` gives, or what became of it: a `TorchModule` with a leading axis
+        on every array, or the pair of it and its state.
+
+    **Returns:**
+
+    A list of `TorchModule`s, or of pairs.
+
+    **Raises:**
+
+    `ModuleError` if the arrays have no common leading axis.
+
+    !!! example
+
+        >>> import torch
+        >>> from eqx_torch import from_torch
+        >>> ensemble = stack_modules([from_torch(torch.nn.Linear(3, 2)) for _ in range(4)])
+        >>> [model.params["bias"].shape for model in unstack_modules(ensemble)]
+        [(2,), (2,), (2,), (2,)]
+    """
+    arrays, rest = eqx.partition(stack, eqx.is_array)
+    sizes = {x.shape[:1] for x in jax.tree.leaves(arrays)}
+    if len(sizes) != 1 or () in sizes:
+        raise ModuleError(
+            "`unstack_modules` takes what `stack_modules` gives, whose arrays have one leading "
+            f"axis, but the arrays of {type(stack).__name__} have the leading sizes "
+            f"{sorted(size[0] if size else 'none' for size in sizes)}."
+        )
+    ((count,),) = sizes
+    return [eqx.combine(jax.tree.map(lambda x: x[i], arrays), rest) for i in range(count)]
+
+
 def _stacked_models(models: Sequence[Any]) -> TorchModule:
     first = models[0]
     for i, model in enumerate(models):
         _check_member(i, model, first)
-    params = _stacked([m.params for m in models])
-    stack = eqx.tree_at(lambda m: m.params, first, params)
+    params, inserted = (
+        jax.tree.map(_stacked_arrays, *(getattr(m, name) for m in models))
+        for name in ("params", "inserted")
+    )
+    stack = dataclasses.replace(first, params=params, inserted=inserted)
     if not _holds_state(first):
         return stack
     init = _stacked([m.buffers.init for m in models])
@@ -151,6 +192,10 @@ def _stacked(trees: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *xs: jnp.stack(xs), *trees)
 
 
+def _stacked_arrays(*xs: Any) -> Any:
+    return jnp.stack(xs) if eqx.is_array(xs[0]) else xs[0]
+
+
 def _is_pair(x: Any) -> bool:
     return isinstance(x, tuple) and len(x) == 2 and isinstance(x[1], eqx.nn.State)
 
@@ -164,7 +209,18 @@ def _marked(node: Any) -> Any:
         return False
     names = node.core.blueprint.names.parameters
     flags = {
-        name: p.requires_grad for name, p in zip(names, node.core.blueprint.parameters, strict=True)
+        name: _flags(node.params[name], p.requires_grad)
+        for name, p in zip(names, node.core.blueprint.parameters, strict=True)
     }
     nothing = jax.tree.map(lambda _: False, node)
-    return eqx.tree_at(lambda m: m.params, nothing, flags)
+    inserted = jax.tree.map(eqx.is_inexact_array, node.inserted)
+    return dataclasses.replace(nothing, params=flags, inserted=inserted)
+
+
+def _flags(param: Any, flag: bool) -> Any:
+    """What is trained of a parameter, or of what computes it."""
+    if not isinstance(param, Reparametrised):
+        return flag
+    return Reparametrised(
+        _flags(param.weight, flag), jax.tree.map(eqx.is_inexact_array, param.function)
+    )

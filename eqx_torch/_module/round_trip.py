@@ -16,7 +16,8 @@ from .convert import owned
 from .core import Core
 from .function import first
 from .layers import set_training
-from .module import misshapen, TorchModule
+from .module import misshapen, own_buffers, TorchModule
+from .reparametrised import computed, Reparametrised
 from .slots import copied
 
 
@@ -79,7 +80,10 @@ def state_dict(model: TorchModule, state: eqx.nn.State | None = None) -> dict[st
 
 
 def load_state_dict(
-    model: TorchModule, sd: Mapping[str, Any], state: eqx.nn.State | None = None
+    model: TorchModule,
+    sd: Mapping[str, Any],
+    state: eqx.nn.State | None = None,
+    strict: bool = True,
 ) -> Any:
     """A model with the values of a `state_dict`.
 
@@ -88,6 +92,8 @@ def load_state_dict(
     - `model`: the model, which is left as it is.
     - `sd`: torch tensors by torch's names, as `state_dict` or `torch.load` gives them.
     - `state`: the model's state, if it has one.
+    - `strict`: whether `sd` has to have all names of the model, and no others. If not, what it
+        lacks keeps its value, and what the model lacks is left out.
 
     **Returns:**
 
@@ -95,8 +101,8 @@ def load_state_dict(
 
     **Raises:**
 
-    What torch's own `load_state_dict(strict=True)` raises for names and shapes that do not fit;
-    `ModuleError` as `to_torch` does.
+    What torch's own `load_state_dict` raises for names and shapes that do not fit; `ModuleError`
+    as `to_torch` does, and if parameters are computed (`reparametrise`).
 
     !!! example
 
@@ -108,8 +114,14 @@ def load_state_dict(
         True
     """
     _check_model("load_state_dict", model)
+    computed_names = [n for n, p in model.params.items() if isinstance(p, Reparametrised)]
+    if computed_names:
+        raise ModuleError(
+            f"`load_state_dict` sets parameters, but those of `{model.core.name}` are computed "
+            f"({first(computed_names)}). Load them before `reparametrise` or `fsdp`."
+        )
     module = _torch_module(model, state)
-    module.load_state_dict(sd)
+    module.load_state_dict(sd, strict=strict)
     names = model.core.blueprint.names
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     params = {name: _like(model.params[name], tensors[name]) for name in names.parameters}
@@ -117,10 +129,11 @@ def load_state_dict(
     if model.buffers is None:
         return new if state is None else (new, state)
     old = _buffers(model, state)
-    buffers = {name: _like(old[name], tensors[name]) for name in names.state}
+    pairs = zip(names.state, model.core.stored, strict=True)
+    buffers = {stored: _like(old[name], tensors[name]) for name, stored in pairs}
     if state is not None:
-        return new, state.set(model.buffers, buffers)
-    return eqx.tree_at(lambda m: m.buffers.init, new, buffers)
+        return new, state.set(model.buffers, state.get(model.buffers) | buffers)
+    return eqx.tree_at(lambda m: m.buffers.init, new, model.buffers.init | buffers)
 
 
 def _torch_module(model: TorchModule, state: eqx.nn.State | None) -> torch.nn.Module:
@@ -129,8 +142,9 @@ def _torch_module(model: TorchModule, state: eqx.nn.State | None) -> torch.nn.Mo
     names = blueprint.names
     count = len(names.parameters)
     buffers = _buffers(model, state)
-    arrays = [model.params[n] for n in names.parameters] + [buffers[n] for n in names.state]
-    _check_shapes(core, model.params | buffers)
+    params = computed(model.params)
+    arrays = [params[n] for n in names.parameters] + [buffers[n] for n in names.state]
+    _check_shapes(core, {**params, **buffers})
     placeholders = [*blueprint.parameters, *blueprint.state]
     constants = blueprint.constants
     memo: dict[int, Any] = {id(constants[i]): t.clone() for i, t in blueprint.precise.items()}
@@ -155,6 +169,13 @@ def _check_model(function: str, model: Any) -> None:
             f"`{function}` takes a model made by `from_torch`, but got a "
             f"{type(model).__name__}{already}.{remedy}"
         )
+    inserted = ", ".join(model.core.edits.inserted)
+    if inserted:
+        raise ModuleError(
+            f"`{function}` gives what torch has of a model, but JAX stands in place of {inserted} "
+            f"in `{model.core.name}`. Save it by `eqx.tree_serialise_leaves`, or "
+            f"take the parts that are torch's, such as `{function}(model[name])`."
+        )
 
 
 def _check_shapes(core: Core, arrays: Mapping[str, Any]) -> None:
@@ -173,7 +194,7 @@ def _core_for(model: TorchModule, module: torch.nn.Module, names: Names) -> Core
     precise = ((t, old.blueprint.precise[i]) for i, t in blueprint.precise.items())
     if all(torch.equal(a, b) for a, b in (*pairs, *precise)):
         return old
-    return Core(blueprint, old.dtypes, old.options, old.examples)
+    return Core(blueprint, old.dtypes, old.options, old.examples, old.edits, old.stored)
 
 
 def _like(old: jax.Array, tensor: torch.Tensor) -> jax.Array:
@@ -186,11 +207,12 @@ def _buffers(model: TorchModule, state: eqx.nn.State | None) -> dict[str, jax.Ar
     if model.buffers is None:
         return {}
     if state is not None:
-        return state.get(model.buffers)
+        return own_buffers(model.core, model.buffers, state)
     if not isinstance(model.buffers.init, dict):
         names = first(model.core.blueprint.names.state)
         raise ModuleError(
             f"`{model.core.name}` has buffers ({names}) that live in its state. Pass it, with "
             "`state=state`."
         )
-    return model.buffers.init
+    pairs = zip(model.core.blueprint.names.state, model.core.stored, strict=True)
+    return {name: model.buffers.init[stored] for name, stored in pairs}
