@@ -3,9 +3,11 @@
 PYTHON ?= python3.11
 PYTHON_NEWEST ?= python3.12
 PYTEST := python -m pytest -n 2
-GRADIENT_TESTS := $(addprefix tests/test_, grad.py vmap_grad.py hessian.py jvp.py remat.py \
-	scan_while_cond.py shard_map.py explicit_sharding.py module_calls.py module_keys.py \
-	module_parameters.py module_sharding.py module_state.py threads.py)
+GRADIENT_TESTS := $(addprefix tests/transforms/test_, grad.py vmap_grad.py hessian.py jvp.py \
+	remat.py scan_while_cond.py) \
+	$(addprefix tests/modules/test_, calls.py keys.py parameters.py state.py) \
+	$(addprefix tests/sharding/test_, shard_map.py explicit_sharding.py modules.py) \
+	tests/runtime/test_threads.py
 
 # JAX leaves to torch the memory it does not use yet. Warnings are those of the machine, too.
 GPU_PYTEST = JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
@@ -44,7 +46,7 @@ dist: .venv/ready
 
 # The wheel in an environment of its own, without a compiler.
 dist-test: .venv/ready
-	.venv/bin/python -m pytest tests/test_dist.py -m ""
+	.venv/bin/python -m pytest tests/docs/test_dist.py -m ""
 
 test: lint
 	.venv/bin/$(PYTEST)

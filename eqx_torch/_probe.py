@@ -164,7 +164,7 @@ def _watched(question: Question, way: _Way, watch: Watch) -> tuple[Outputs, froz
     with (
         site.ambient.in_force(),
         interposing(),
-        drawing_from(torch.Generator()),
+        drawing_from(watch.generator),
         function.trial(watch) as trial,
         way.mode(_device()) as exposure,
     ):

@@ -27,6 +27,8 @@ _STATISTICS = ("running_mean", "running_var")
 # Operators that may draw random numbers do not where one of these arguments is zero or False.
 _SWITCHES = frozenset(["dropout", "dropout_p", "train", "training"])
 
+_SEED = 0x657178_746F726368  # one that no generator of the user's has
+
 _ATTRIBUTES: Any = torch.Tensor  # of which the stub knows the values only
 _DATA = _ATTRIBUTES.data.__get__
 EXPOSING = frozenset(
@@ -46,12 +48,14 @@ class Watch(TorchDispatchMode):
 
     Attributes:
         place: what is running, for messages; whoever knows may set it.
+        generator: what random numbers are drawn from in place of torch's own generator.
         random: the places where random numbers were drawn.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.place = ""
+        self.generator = torch.Generator().manual_seed(_SEED)
         self.random: list[str] = []
         self._written: dict[int, torch.Tensor] = {}
         self._before: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
@@ -63,7 +67,7 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         for tensor in writes(func, args, kwargs):
             self._note(tensor)
-        if draws(func, args, kwargs):
+        if draws(func, args, kwargs, self.generator):
             self.random.append(self.place)
         result = func(*args, **kwargs)
         self._note_made(result, (args, kwargs))
@@ -157,16 +161,22 @@ class Draws(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operator draws random numbers with these arguments from torch's own generator."""
+def draws(func: Any, args: Any, kwargs: dict[str, Any], own: torch.Generator | None = None) -> bool:
+    """Whether an operator draws random numbers with these arguments from torch's own generator.
+
+    Args:
+        func, args, kwargs: the operator and its arguments.
+        own: what stands for torch's own generator.
+    """
     return torch.Tag.nondeterministic_seeded in func.tags and not any(
-        _is_off(argument.name, value) for argument, value in _bound(func, args, kwargs)
+        _is_off(argument.name, value, own) for argument, value in _bound(func, args, kwargs)
     )
 
 
-def _is_off(name: str, value: Any) -> bool:
+def _is_off(name: str, value: Any, own: torch.Generator | None) -> bool:
     if name == "generator":
-        return value is not None
+        # An operator is given another object for the same generator.
+        return value is not None and (own is None or value.initial_seed() != own.initial_seed())
     return name in _SWITCHES and isinstance(value, bool | int | float) and not value
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from eqx_torch import check_errors
-from eqx_torch._call import autodiff
+from eqx_torch._call import primitive
 from eqx_torch._program import TAPES
 
 
@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Applies `--tape`."""
     tape = config.getoption("--tape")
     if tape == "off":
-        autodiff.is_recorded = lambda program: False
+        primitive.is_recorded = lambda program: False
     elif tape is not None:
         TAPES.last_limit = int(tape)
 

@@ -1,20 +1,44 @@
-"""The one primitive: evaluate a torch program on JAX arrays.
+"""The one primitive, `torch_call`, and its rules: evaluate a torch program on JAX arrays.
 
 `torch_call_p.bind(*arrays, program=p)` takes an array for each of `p.ins` and gives one for each
-of `p.outs`. Its rules are in `autodiff`, `batching` and `lowering`, and are registered in this
-package's `__init__`.
+of `p.outs`. Each rule turns it into other calls of itself, whose parameters are other programs.
 """
 
+import dataclasses
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
 from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import get_abstract_mesh
 
-from .._compat import output_aval, varying_axes
-from .._errors import ShardingError
-from .._program import Program
+from .._compat import (
+    callback_target,
+    explicit_axes,
+    lower_callback,
+    output_aval,
+    register_dce,
+    varying_axes,
+)
+from .._deadlocks import entry, refuse_deadlock
+from .._errors import DepthError, EqxTorchError, ShardingError
+from .._program import (
+    adjoint,
+    differential,
+    Jvp,
+    Program,
+    Record,
+    TOKEN,
+    untaped,
+    Vjp,
+    Vmap,
+)
+from .._sharding import batch_axes, is_manual, over_batch_shards, over_the_batch
+from .runtime import callback
 
 
 _CONFIG: Any = jax.config  # its attributes are made when JAX is imported
@@ -92,3 +116,248 @@ def _jitted(program: Program) -> Any:
         return torch_call_p.bind(*arrays, program=program)
 
     return jax.jit(torch_call)
+
+
+# Let f be the program and A(x) its differential at x, restricted to the inputs whose tangents are
+# not symbolically zero. JAX linearizes: the JVP rule gives
+#
+#     y = f(x),    dy = A(x) dx
+#
+# where A is a program of x and dx, linear in dx. Reverse mode is the transpose of that second call:
+# for cotangents u of dy, the cotangents of dx are A(x)^T u, which is the pullback of f. Both are
+# programs again, so derivatives of any order follow from these two rules.
+
+
+def jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, program: Program
+) -> tuple[list[Any], list[Any]]:
+    """The outputs and their tangents."""
+    active = tuple(
+        i
+        for i, (spec, t) in enumerate(zip(program.ins, tangents, strict=True))
+        if spec.differentiable and type(t) is not ad.Zero
+    )
+    recorded = bool(active) and is_recorded(program)
+    results = call(Record(program, active) if recorded else program, *primals)
+    outs, token = (results[:-1], results[-1:]) if recorded else (results, [])
+    out_tangents: list[Any] = [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in outs]
+    if not active:
+        return outs, out_tangents
+    tangent_map, residuals, of = differential(program, active, taped=recorded)
+    _check_depth(tangent_map)
+    arguments = [*(primals[i] for i in residuals), *token, *(tangents[i] for i in active)]
+    for i, tangent in zip(of, call(tangent_map, *arguments), strict=True):
+        out_tangents[i] = tangent
+    return outs, out_tangents
+
+
+def is_recorded(program: Program) -> bool:
+    """Whether to keep the graph: of a first derivative, of which the backward is known to follow.
+
+    Backwards of higher order recompute.
+    """
+    function = program.leaf.function
+    if function.residuals != "tape" or function.depth == 0 or program.order > 0:
+        return False
+    if isinstance(program, Record) or (isinstance(program, Vmap) and not program.recordable):
+        return False
+    return bool(program.inexact_outs)
+
+
+def transpose(cotangents: Sequence[Any], *primals: Any, program: Program) -> list[Any]:
+    """The cotangents of the undefined primals, None for the others."""
+    wrt = tuple(i for i, x in enumerate(primals) if ad.is_undefined_primal(x))
+    of = tuple(i for i, u in enumerate(cotangents) if type(u) is not ad.Zero)
+    out: list[Any] = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in primals]
+    if not of:
+        return out
+    pullback, residuals = adjoint(program, wrt, of)
+    _check_depth(pullback)
+    arguments = [_defined(primals[i]) for i in residuals] + [cotangents[i] for i in of]
+    for i, cotangent in zip(wrt, call(pullback, *arguments), strict=True):
+        out[i] = cotangent
+    return out
+
+
+def dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """Computes no more than is used: no graph without its token, no derivative for nobody."""
+    program = eqn.params["program"]
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    kept = tuple(i for i, u in enumerate(used) if u)
+    if isinstance(program, Record) and not used[-1]:
+        program, kept = program.inner, tuple(range(len(program.inner.outs)))
+    elif isinstance(program, Jvp):
+        program = dataclasses.replace(program, of=tuple(program.of[i] for i in kept))
+    elif isinstance(program, Vjp):
+        program = dataclasses.replace(program, wrt=tuple(program.wrt[i] for i in kept))
+    else:
+        kept = tuple(range(len(used)))
+    outvars = [eqn.outvars[i] for i in kept]
+    new = eqn.replace(params=dict(eqn.params, program=program), outvars=outvars)
+    return [True] * len(eqn.invars), new
+
+
+def _defined(primal: Any) -> Any:
+    """The point at which to take the pullback of a program in which it is linear: any."""
+    if not ad.is_undefined_primal(primal):
+        return primal
+    return jnp.zeros(primal.aval.shape, primal.aval.dtype)
+
+
+def _check_depth(program: Program) -> None:
+    function = program.leaf.function
+    if function.depth is None or program.order <= function.depth:
+        return
+    times = "at all" if function.depth == 0 else f"more than depth={function.depth} times"
+    raise DepthError(
+        f"`{function.name}` was differentiated to order {program.order}, but was wrapped with "
+        f"depth={function.depth} and so cannot be differentiated {times}. Wrap it with "
+        f"`depth={program.order}` or leave `depth` out; to take no derivative here, use "
+        "`jax.lax.stop_gradient` on its inputs."
+    )
+
+
+# With `vmap_method="torch"` the batched call is the program's `Vmap`. The other methods are those
+# of `jax.ffi`: a loop, or one call of the function itself on arrays with a leading batch axis.
+
+
+def batch(
+    arrays: Sequence[Any], dims: Sequence[int | None], *, program: Program
+) -> tuple[list[Any], list[int | None]]:
+    """The batched outputs, with their batch axis first. Graphs are not recorded across a batch."""
+    base, kept = untaped(program)
+    arrays, dims = [arrays[i] for i in kept], [dims[i] for i in kept]
+    axes = batch_axes(arrays, dims)
+    # JAX cannot differentiate a `shard_map` in a `shard_map` that has residuals of its own: neither
+    # graphs, nor what is made to vary only in there.
+    recordable = axes is None or not is_manual(axes[0])
+    if axes is not None and not recordable:
+        arrays, dims = over_the_batch(axes, arrays, dims), [d or 0 for d in dims]
+    recorded = isinstance(program, Record)
+
+    def local(*xs: Any) -> list[Any]:
+        outs = _batched(base, xs, dims, recordable)
+        return [*outs, _no_tokens(xs, dims)] if recorded else outs
+
+    outs = local(*arrays) if axes is None else over_batch_shards(local, axes, arrays, dims)
+    return outs, [0] * len(outs)
+
+
+def _no_tokens(arrays: Sequence[Any], dims: Sequence[int | None]) -> Any:
+    """A token of no graph for each member: one for all of them is nowhere in a batch's sharding."""
+    nothing = jnp.zeros((_size(arrays, dims), *TOKEN.shape), TOKEN.dtype)
+    return align([nothing, *arrays])[0]
+
+
+def _size(arrays: Sequence[Any], dims: Sequence[int | None]) -> int:
+    return next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
+
+
+def _batched(
+    program: Program, arrays: Sequence[Any], dims: Sequence[int | None], recordable: bool
+) -> list[Any]:
+    size = _size(arrays, dims)
+    method = program.leaf.function.vmap_method
+    if method == "torch":
+        out_axes = (0,) * len(program.outs)
+        return call(Vmap(program, tuple(dims), out_axes, size, recordable), *arrays)
+    leading = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(arrays, dims, strict=True)]
+    if method == "sequential":
+        return _looped(program, leading, dims)
+    # Only the function itself knows what an axis of size one means; derivatives of it have inputs
+    # (cotangents of a batch, for one batch-independent primal) for which it has no meaning.
+    expand = method == "expand_dims" and program.order == 0
+    shared = tuple(i for i, d in enumerate(dims) if d is None and expand)
+    aligned = [
+        x if d is not None else jnp.broadcast_to(x, (1 if i in shared else size, *x.shape))
+        for i, (x, d) in enumerate(zip(leading, dims, strict=True))
+    ]
+    return call(program.broadcast(size, shared), *aligned)
+
+
+def _looped(program: Program, arrays: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+    def member(_: None, batched: list[Any]) -> tuple[None, list[Any]]:
+        rest = iter(batched)
+        xs = [x if d is None else next(rest) for x, d in zip(arrays, dims, strict=True)]
+        return None, call(program, *xs)
+
+    batched = [x for x, d in zip(arrays, dims, strict=True) if d is not None]
+    return jax.lax.scan(member, None, batched)[1]
+
+
+def lower(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Sequence[Any]:
+    """The lowering rule."""
+    refuse_deadlock(program.leaf.name)
+    (platform, *others) = ctx.module_context.platforms
+    target = callback_target(platform)
+    if others or target is None:
+        wanted = ", ".join(ctx.module_context.platforms)
+        raise EqxTorchError(
+            f"`{program.leaf.name}` was lowered for {wanted}, but torch functions run on one of "
+            "CPU, CUDA and ROCm. Lower the program for one of these (for instance under "
+            '`jax.default_device(jax.devices("cpu")[0])`), or call the function outside of it.'
+        )
+    if platform != "cpu" and not torch.cuda.is_available():
+        raise EqxTorchError(
+            f"`{program.leaf.name}` was lowered for {platform}, but the installed torch "
+            f"({torch.__version__}) sees no GPU: it is a build for CPUs, or for another kind of "
+            "GPU or driver. Install the build of torch for this GPU, or run the program on the CPU "
+            '(for instance under `jax.default_device(jax.devices("cpu")[0])`).'
+        )
+    _warn_if_gathered(ctx, program)
+    program.prepare()
+    run = entry(callback(program, platform, _num_devices(ctx)))
+    # Torch is called for a result without elements too: whether it has any is for torch to say.
+    is_empty = all(0 in spec.shape for spec in program.outs)
+    return lower_callback(ctx, target, run, operands, _operation_name(program), is_kept=is_empty)
+
+
+def _operation_name(program: Program) -> str:
+    """The function's name, by which its calls are found in profiles: `f`, `f_backward`."""
+    name = program.leaf.name
+    return name if program.kind == "forward" else f"{name}_{program.kind}"
+
+
+def _num_devices(ctx: mlir.LoweringRuleContext) -> int:
+    context = ctx.module_context.axis_context
+    return context.mesh.size if isinstance(context, mlir.SPMDAxisContext) else context.num_devices
+
+
+def _warn_if_gathered(ctx: mlir.LoweringRuleContext, program: Program) -> None:
+    """Warns where XLA may gather sharded inputs onto every device without anyone's asking.
+
+    Inside manual axes the inputs are local shards. Where all axes are explicit, types prove that
+    the inputs are replicated; an input of no mesh is then one that nobody has sharded: a NumPy
+    array, a constant, or an array made on one device. Everything else is XLA's choice, and unknown
+    when JAX traces.
+    """
+    context = ctx.module_context.axis_context
+    if not isinstance(context, mlir.ShardingContext) or context.num_devices == 1:
+        return
+    avals: Sequence[Any] = ctx.avals_in
+    meshes = [aval.sharding.mesh for aval in avals] + [get_abstract_mesh()]
+    of_program = [mesh for mesh in meshes if not mesh.empty]
+    if of_program and all(map(_is_explicit, of_program)):
+        return
+    warnings.warn(
+        f"`{program.leaf.name}` is called in a program over {context.num_devices} devices, and "
+        "the types of its inputs do not prove that they are replicated. If they are sharded, XLA "
+        "gathers them onto every device and every device computes the whole. Choose a mesh with "
+        "explicit axes, `jax.set_mesh(jax.make_mesh(..., axis_types=(AxisType.Explicit,)))`, and "
+        "pass `out_specs=`, or call it inside `jax.shard_map`.",
+        stacklevel=2,
+    )
+
+
+def _is_explicit(mesh: Any) -> bool:
+    return explicit_axes(mesh) == frozenset(mesh.axis_names)
+
+
+torch_call_p.def_impl(impl)
+torch_call_p.def_abstract_eval(abstract_eval)
+ad.primitive_jvps[torch_call_p] = jvp
+ad.primitive_transposes[torch_call_p] = transpose
+batching.primitive_batchers[torch_call_p] = batch
+register_dce(torch_call_p, dce)
+mlir.register_lowering(torch_call_p, lower)

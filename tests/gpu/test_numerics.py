@@ -8,7 +8,7 @@ import torch
 from eqx_torch import j2t, t2j, torch2jax
 
 from ..helpers import assert_trees_equal, to_numpy
-from ..twins import random_array, scalar, Twin, TWINS
+from ..helpers.twins import random_array, scalar, Twin, TWINS
 from .devices import bits, briefly, ON_GPU, on_torch, TORCH_DEVICE
 
 

@@ -1,0 +1,112 @@
+"""Each example, smaller than it is shown, in a process of its own: what it claims holds.
+
+`digits.py`, `typed_calls.py` and `readme.py` are tested with what they are about.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..helpers.run_blocks import included
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(name: str, **settings: Any) -> dict[str, Any]:
+    """What the `main` of an example returns; it also has to print, and to show its progress."""
+    program = f"""
+import json
+from pathlib import *  # the settings may hold a path
+
+from examples.{name} import main
+
+print(json.dumps(main(**{settings})))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        cwd=ROOT,
+        env={key: value for key, value in os.environ.items() if key != "XLA_FLAGS"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    *printed, figures = done.stdout.strip().splitlines()
+    assert printed
+    assert "100%|" in done.stderr
+    return json.loads(figures)
+
+
+@pytest.fixture
+def picture(tmp_path):
+    """Where an example is to draw, which it has to do."""
+    path = tmp_path / "out" / "picture.png"
+    yield path
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_sentence_head(picture):
+    figures = run("sentence_head", picture=picture, steps=100)
+    assert figures["difference"] < 1e-5  # from torch's embeddings, whose norm is 1
+    assert figures["accuracy"] > 0.7  # of four departments
+
+
+def test_forces(picture):
+    coarse = run("forces", picture=picture, step=4.0, chunks=2, chunk=30)
+    fine = run("forces", picture=picture, step=2.0, chunks=2, chunk=60)
+    for start, one in coarse.items():
+        # Velocity Verlet conserves an energy that differs from the true one by O(step**2): so the
+        # drift is bounded, and half the step leaves a quarter of it.
+        assert one["drift"] < 1e-3 * one["exchanged"]
+        assert 3.5 < one["drift"] / fine[start]["drift"] < 4.5
+    assert coarse["400 K"]["temperature"] > 3 * coarse["50 K"]["temperature"]
+    assert coarse["400 K"]["displacement"] > 2 * coarse["50 K"]["displacement"]
+
+
+def test_neural_ode(picture):
+    figures = run("neural_ode", picture=picture, steps=30, pieces=8)
+    # The solver's tolerance is 1e-5 a step. The forward mode goes the same steps as the backward.
+    assert figures["backsolve"] < 1e-3
+    assert figures["forward"] < 1e-5
+    assert figures["last loss"] < 0.2 * figures["first loss"]
+
+
+def test_ensemble(picture):
+    figures = run("ensemble", picture=picture, members=5, steps=500)
+    assert figures["loss"] < 3 * 0.1**2  # the noise's variance
+    assert figures["error with data"] < 0.2
+    assert figures["spread without"] > 3 * figures["spread with data"]
+
+
+def test_finetune_transformer():
+    figures = run("finetune_transformer", steps=60, batch_size=16)
+    # The order of the names decides, which the head alone cannot tell.
+    assert figures["head alone"] < 0.65
+    assert figures["head and last layer"] > 0.65
+
+
+def test_hessian(picture):
+    figures = run("hessian", picture=picture, hidden=3, steps=60, count=4)
+    assert figures["difference"] < 1e-8
+    assert figures["products"] < figures["parameters"]
+    assert figures["largest"] > 100 * figures["median"]
+
+
+def test_every_example_is_in_the_documentation():
+    names = {path.stem for path in (ROOT / "examples").glob("*.py")} - {"readme"}
+    text = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+    assert {name for name in names if f"examples/{name}.py" not in text} == set()
+
+
+def test_every_page_of_an_example_includes_it():
+    pages = {path.stem: path.read_text() for path in (ROOT / "docs" / "examples").glob("*.md")}
+    del pages["index"]
+    assert pages
+    for name, text in pages.items():
+        assert included(text) == [f"examples/{name}.py"]
