@@ -15,7 +15,7 @@ one of them back, or was given or gave an object that may change) is logged as o
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -301,7 +301,10 @@ class EditedRun:
                 f"submodule gives {_shown(old)}. Pass a value of the same structure, shapes and "
                 "dtypes."
             )
-        cast = [y.to(x.dtype) if isinstance(x, torch.Tensor) else y for x, y in zip(old, new, strict=True)]
+        cast = [
+            y.to(x.dtype) if isinstance(x, torch.Tensor) else y
+            for x, y in zip(old, new, strict=True)
+        ]
         return torch_tree.tree_unflatten(cast, structure)
 
     def _logged(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -354,9 +357,7 @@ class EditedRun:
         self._items.append([f"handed:{path}", _copied(output), dtypes, after, inner])
         return output
 
-    def _apart(
-        self, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> tuple[Any, list[Any]]:
+    def _apart(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
         """The result of a call, and what was logged inside of it."""
         outer, self._items = self._items, []
         try:

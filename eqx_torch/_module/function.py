@@ -283,7 +283,9 @@ class ModuleFunction(TorchFunction):
         mode: tuple[bool, bool],
         at_end: Callable[[Callable[[], None]], None],
     ) -> Any:
-        call = skeleton.module if self.method == "forward" else getattr(skeleton.module, self.method)
+        call = (
+            skeleton.module if self.method == "forward" else getattr(skeleton.module, self.method)
+        )
         if not self.edits:
             return call(*args, **kwargs)
         (log, values), *args = args

@@ -15,9 +15,9 @@ from .._invoke import Arguments, invoke, outputs_of
 from .._program import Outputs
 from .._sharding import check_on_mesh, check_whole, ON_THE_MESH
 from .core import Core
+from .edits import run_segments, Step
 from .function import first, missing_key
 from .keywords import Keywords
-from .edits import run_segments, Step
 from .mode import ModeField
 from .parts import attribute, item, items, length
 from .reparametrised import computed

@@ -110,12 +110,12 @@ def check_paths(core: Core, wanted: Iterable[str]) -> None:
     known = paths(core)
     for path in wanted:
         if path not in known:
-            raise InputError(
-                f"`{core.name}` has no submodule {path!r}{nearest(path, known)}"
-            )
+            raise InputError(f"`{core.name}` has no submodule {path!r}{nearest(path, known)}")
 
 
-def matching(what: str, core: Core, patterns: str | Sequence[str], known: Sequence[str]) -> list[str]:
+def matching(
+    what: str, core: Core, patterns: str | Sequence[str], known: Sequence[str]
+) -> list[str]:
     """The names that a pattern matches: that very name, or else those whose end it matches.
 
     In a pattern `*` stands for one part of a name, or for some of its characters.
