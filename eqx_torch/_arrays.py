@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
-from ._deadlocks import inside_callback
 from ._dtypes import canonical_dtype, dtype_j2t
 from ._errors import ConversionError
+from ._processes import inside_callback
 
 
 Via: TypeAlias = Literal["dlpack", "cpu", "host"]

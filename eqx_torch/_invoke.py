@@ -19,11 +19,11 @@ from jax.sharding import PartitionSpec
 
 from ._ambient import Ambient
 from ._arrays import j2t
-from ._call import call, FAILURES
-from ._deadlocks import refuse_deadlock
+from ._call import call, check_errors, PENDING
 from ._dtypes import dtype_j2t, is_key, x64_enabled
 from ._errors import DtypeError, InputError
 from ._probe import Values
+from ._processes import refuse_deadlock
 from ._program import Leaf, Outputs, Site, Spec, Static, TorchFunction
 from ._sharding import check_rank, local_spec, out_spec_list, Plan, plan, shard_map
 from ._trees import flatten, leaf_paths
@@ -134,8 +134,8 @@ def invoke(
         The function's result with JAX arrays in place of tensors.
     """
     refuse_deadlock(function.name)
-    if FAILURES.pending:
-        FAILURES.raise_pending()
+    if PENDING:
+        check_errors()
     arrays = arguments.arrays()
     site = arguments.site(restored)
     if frozen is not None:

@@ -7,7 +7,7 @@ imports anything else.
 
 import importlib.metadata
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -16,36 +16,25 @@ from packaging.version import Version
 DISTRIBUTION = "eqx-torch"
 
 
-def unsupported(
-    distribution: str = DISTRIBUTION,
-    version_of: Callable[[str], str] = importlib.metadata.version,
-) -> list[str]:
+def unsupported(distribution: str = DISTRIBUTION) -> list[str]:
     """A sentence for each dependency of which an unsupported version is installed.
 
-    Args:
-        distribution: whose dependencies. One without metadata, as in a source tree that is only
-            put on the path, asks for nothing.
-        version_of: gives the installed version of a distribution, or raises
-            `importlib.metadata.PackageNotFoundError`; what is not installed is not reported.
+    A package without metadata, as in a source tree that is only put on the path, asks for nothing.
     """
     return [
         f"{required.name} {installed} is installed, {required.name}{required.specifier} is needed"
-        for required in _requirements(distribution)
-        for installed in _installed(required.name, version_of)
+        for required, installed in _installed(distribution)
         # Nightly builds (`0.11.0.dev3`) and those of vendors (`2.12.0a0+git1`) are taken for the
         # release that they lead to.
         if not required.specifier.contains(Version(installed).base_version)
     ]
 
 
-def warn_of_unsupported(
-    distribution: str = DISTRIBUTION,
-    version_of: Callable[[str], str] = importlib.metadata.version,
-) -> None:
+def warn_of_unsupported(distribution: str = DISTRIBUTION) -> None:
     """One warning for all that `unsupported` finds."""
-    found = unsupported(distribution, version_of)
+    found = unsupported(distribution)
     if found:
-        wanted = " ".join(f"'{required}'" for required in _requirements(distribution))
+        wanted = " ".join(f"'{required}'" for required, _ in _installed(distribution))
         warnings.warn(
             f"{distribution} does not support what it runs with: {'; '.join(found)}. It may fail "
             f"or give wrong results. Run `pip install {wanted}`.",
@@ -53,17 +42,15 @@ def warn_of_unsupported(
         )
 
 
-def _requirements(distribution: str) -> list[Requirement]:
+def _installed(distribution: str) -> Iterator[tuple[Requirement, str]]:
+    """What a distribution requires, and its version, of what is installed."""
     try:
-        texts = importlib.metadata.requires(distribution) or []
+        parsed = map(Requirement, importlib.metadata.requires(distribution) or [])
     except importlib.metadata.PackageNotFoundError:
-        return []
-    parsed = map(Requirement, texts)
-    return [r for r in parsed if r.marker is None or r.marker.evaluate({"extra": ""})]
-
-
-def _installed(name: str, version_of: Callable[[str], str]) -> Iterable[str]:
-    try:
-        return [version_of(name)]
-    except importlib.metadata.PackageNotFoundError:
-        return []
+        return
+    for required in parsed:
+        if required.marker is None or required.marker.evaluate({"extra": ""}):
+            try:
+                yield required, importlib.metadata.version(required.name)
+            except importlib.metadata.PackageNotFoundError:
+                continue

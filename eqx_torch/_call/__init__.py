@@ -1,2 +1,2 @@
-from .failures import check_errors as check_errors, FAILURES as FAILURES
+from .failures import check_errors as check_errors, PENDING as PENDING
 from .primitive import align as align, call as call, torch_call_p as torch_call_p

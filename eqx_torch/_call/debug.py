@@ -17,7 +17,7 @@ import torch
 
 from .._errors import InputError
 from .._program import input_label, Program, same_bits, Tensors
-from .poison import poison
+from .failures import poison
 
 
 Evaluate = Callable[[Tensors, bool], Tensors]

@@ -22,44 +22,27 @@ other.
 
 import atexit
 import contextlib
-import dataclasses
 import logging
-import os
 import threading
 import traceback
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias
 
 import jax
+import torch
 
 from .._compat import from_dlpack
 from .._errors import EqxTorchError
+from .._processes import wait_for_calls
 from .._program import Program
-from .poison import poison
 
 
 Callback: TypeAlias = Callable[..., tuple[()]]
 
 _LOGGER = logging.getLogger("eqx_torch")
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
 
-@dataclasses.dataclass
-class Failure:
-    """An error that was not raised where it arose, and what has come since.
-
-    Attributes:
-        error: the error.
-        later: how many have come since.
-        devices: for each origin of an error, the device that it was first on.
-    """
-
-    error: BaseException
-    later: int = 0
-    devices: dict[Hashable, str] = dataclasses.field(default_factory=dict)
-
-
-class Failures:
+class _Failures:
     """The error that waits to be raised.
 
     Invariant: `pending` holds the first error since one was last raised, or nothing. It is always
@@ -68,59 +51,28 @@ class Failures:
     """
 
     def __init__(self) -> None:
-        self.pending: list[Failure] = []
+        self.pending: list[BaseException] = []
+        self._devices: dict[Hashable, str] = {}
         self._lock = threading.Lock()
 
     def add(self, error: BaseException, device: str, origin: Hashable) -> str | None:
         """Takes an error; gives the device of the first of this origin, None if it is the first."""
         with self._lock:
-            if self.pending:
-                self.pending[0].later += 1
-            else:
-                self.pending.append(Failure(error))
-            devices = self.pending[0].devices
-            first = devices.get(origin)
-            devices.setdefault(origin, device)
+            if not self.pending:
+                self.pending.append(error)
+                self._devices.clear()
+            first = self._devices.get(origin)
+            self._devices.setdefault(origin, device)
             return first
 
-    def _taken(self) -> BaseException | None:
+    def take(self) -> BaseException | None:
         """The pending error, which then is the caller's."""
         with self._lock:
-            if not self.pending:
-                return None
-            failure = self.pending.pop()
-        if failure.later:
-            _note(failure.error, f"Later errors that were only logged: {failure.later}.")
-        return failure.error
-
-    def raise_pending(self) -> None:
-        """Raises the pending error if there is one."""
-        error = self._taken()
-        if error is not None:
-            raise error
-
-    def raise_in_callback(self) -> None:
-        """Raises the pending error if there is one, to XLA, which keeps only its text."""
-        error = self._taken()
-        if error is not None:
-            text = "".join(traceback.format_exception(error))
-            raise EqxTorchError(
-                f"an earlier torch call raised on one of several devices:\n\n{text}"
-            )
-
-    def log_pending(self) -> None:
-        """Logs the pending error if there is one, when it is too late to raise it."""
-        error = self._taken()
-        if error is not None:
-            _LOGGER.error(
-                "the program ends, and an error of torch on one of several devices was never "
-                "raised. `eqx_torch.check_errors()` raises such errors.",
-                exc_info=error,
-            )
+            return self.pending.pop() if self.pending else None
 
 
-FAILURES = Failures()
-atexit.register(FAILURES.log_pending)
+_FAILURES = _Failures()
+PENDING = _FAILURES.pending
 
 
 def check_errors() -> None:
@@ -156,7 +108,29 @@ def check_errors() -> None:
         Array([0., 0.], dtype=float32)
         >>> check_errors()
     """
-    FAILURES.raise_pending()
+    error = _FAILURES.take()
+    if error is not None:
+        raise error
+
+
+def raise_in_callback() -> None:
+    """Raises the pending error if there is one, to XLA, which keeps only its text."""
+    error = _FAILURES.take()
+    if error is not None:
+        text = "".join(traceback.format_exception(error))
+        raise EqxTorchError(f"an earlier torch call raised on one of several devices:\n\n{text}")
+
+
+@atexit.register
+def _log_at_the_end() -> None:
+    wait_for_calls()
+    error = _FAILURES.take()
+    if error is not None:
+        _LOGGER.error(
+            "the program ends, and an error of torch on one of several devices was never raised. "
+            "`eqx_torch.check_errors()` raises such errors.",
+            exc_info=error,
+        )
 
 
 def poisoning(program: Program, run: Callback, platform: str, devices: int) -> Callback:
@@ -183,13 +157,26 @@ def poisoning(program: Program, run: Callback, platform: str, devices: int) -> C
     return run_poisoning
 
 
+def poison(tensors: list[torch.Tensor]) -> None:
+    """Overwrites tensors with what stands for no value: NaN, an integer's minimum, False."""
+    for tensor in tensors:
+        dtype = tensor.dtype
+        if dtype.is_floating_point or dtype.is_complex:
+            value = float("nan")
+        else:
+            value = False if dtype is torch.bool else torch.iinfo(dtype).min
+        tensor.detach().fill_(value)
+
+
 def _report(error: BaseException, name: str, device: str, devices: int) -> None:
     """Keeps an error and logs it, in one line if the same one was logged and is still pending."""
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = tuple((frame.f_code.co_filename, line) for frame, line in frames)
     _forget_tensors(error)
+    first = _FAILURES.add(error, device, (name, type(error), lines))
     where = f"`{name}` on device {device}, one of {devices}"
-    _note(error, f"Raised by {where}, where its outputs were then filled with NaN.")
-    first = FAILURES.add(error, device, (name, _origin(error)))
-    with contextlib.suppress(Exception):  # a handler of the user's must not raise here either
+    with contextlib.suppress(Exception):  # neither handlers of the user's nor exceptions may raise
+        error.add_note(f"Raised by {where}, where its outputs were then filled with NaN.")
         if first is None:
             _LOGGER.error(
                 "torch raised in %s. Its outputs there are NaN (integers: the smallest; bools: "
@@ -199,52 +186,16 @@ def _report(error: BaseException, name: str, device: str, devices: int) -> None:
                 exc_info=error,
             )
         else:
-            _LOGGER.error(
-                "torch raised in %s: %s. Its traceback is that of the error on %s.",
-                where,
-                _summary(error),
-                first,
-            )
-
-
-def _note(error: BaseException, text: str) -> None:
-    """Adds a note, unless the user's type of exception refuses it."""
-    with contextlib.suppress(Exception):
-        error.add_note(text)
-
-
-def _summary(error: BaseException) -> str:
-    """An error in one line, also if it cannot be shown."""
-    lines: list[str] = []
-    with contextlib.suppress(Exception):
-        lines = str(error).strip().splitlines()
-    return ": ".join([type(error).__name__, *lines[:1]])
-
-
-def _origin(error: BaseException | None) -> Hashable:
-    """What errors share that one mistake makes on several devices, whatever values they name.
-
-    The lines of this package say nothing of whose mistake it was; its messages do.
-    """
-    origin: list[Hashable] = []
-    for link in _chain(error):
-        frames = traceback.walk_tb(link.__traceback__)
-        places = ((frame.f_code.co_filename, line) for frame, line in frames)
-        lines = tuple(place for place in places if not place[0].startswith(_PACKAGE))
-        origin.append((type(link), lines, str(link) if isinstance(link, EqxTorchError) else None))
-    return tuple(origin)
+            summary = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+            text = "torch raised in %s: %s. Its traceback is that of the error on %s."
+            _LOGGER.error(text, where, summary, first)
 
 
 def _forget_tensors(error: BaseException) -> None:
-    """Clears the frames of a traceback: their tensors lie in memory that is XLA's again."""
-    for link in _chain(error):
+    """Clears the frames of an error and its causes: their tensors' memory is XLA's again."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
         traceback.clear_frames(link.__traceback__)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and those that it came from."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
+        link = link.__cause__ or link.__context__

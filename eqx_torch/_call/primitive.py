@@ -24,8 +24,8 @@ from .._compat import (
     register_dce,
     varying_axes,
 )
-from .._deadlocks import entry, refuse_deadlock
 from .._errors import DepthError, EqxTorchError, ShardingError
+from .._processes import entry, refuse_deadlock
 from .._program import (
     adjoint,
     differential,
@@ -307,7 +307,8 @@ def lower(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Se
         )
     _warn_if_gathered(ctx, program)
     program.prepare()
-    run = entry(callback(program, platform, _num_devices(ctx)))
+    devices = _num_devices(ctx)
+    run = entry(callback(program, platform, devices), platform, devices)
     # Torch is called for a result without elements too: whether it has any is for torch to say.
     is_empty = all(0 in spec.shape for spec in program.outs)
     return lower_callback(ctx, target, run, operands, _operation_name(program), is_kept=is_empty)

@@ -10,12 +10,11 @@ from typing import Any
 
 from .._ambient import Ambient, in_neutral_thread
 from .._compat import from_dlpack
+from .._processes import interrupt_again
 from .._program import Lock, Program, with_interposed, write_error
-from .._timeline import ACTIVE, Span
+from .._torch_calls import ACTIVE, Span
 from .debug import debugged, debugging
-from .ending import ENDING
-from .failures import Callback, Failure, FAILURES, poisoning
-from .interrupts import deliver_again
+from .failures import Callback, PENDING, poisoning, raise_in_callback
 from .streams import XLA_STREAMS
 
 
@@ -29,10 +28,9 @@ def callback(program: Program, platform: str, devices: int) -> Callback:
         platform: XLA's name of what it runs on.
         devices: how many devices call the function.
     """
-    ENDING.waits_for(platform, devices)
     lock = program.leaf.function.lock_to_run()
     # Contexts with nothing in them would be a twentieth of what a call costs.
-    run = _evaluator(program, FAILURES.pending if devices == 1 else ())
+    run = _evaluator(program, PENDING if devices == 1 else ())
     if lock is not None:
         run = _locked(run, lock)
     if devices > 1:
@@ -58,7 +56,7 @@ def _on_stream(run: Callback, settled: bool) -> Callback:
     return run_on_stream
 
 
-def _evaluator(program: Program, pending: Sequence[Failure]) -> Callback:
+def _evaluator(program: Program, pending: Sequence[BaseException]) -> Callback:
     """Evaluates a program, unless an error is `pending`, which is then raised instead."""
     run = _on_buffers(program)
 
@@ -69,7 +67,7 @@ def _evaluator(program: Program, pending: Sequence[Failure]) -> Callback:
     def run_in_thread(context: Any, *buffers: Any) -> tuple[()]:
         del context
         if pending:
-            FAILURES.raise_in_callback()
+            raise_in_callback()
         task = run_recorded if ACTIVE else run
         try:
             if in_neutral_thread():
@@ -77,7 +75,7 @@ def _evaluator(program: Program, pending: Sequence[Failure]) -> Callback:
             with Ambient.neutral():
                 return task(buffers)
         except KeyboardInterrupt:
-            deliver_again()
+            interrupt_again()
             raise
 
     return run_in_thread

@@ -17,11 +17,11 @@ from .._sharding import check_on_mesh, check_whole, ON_THE_MESH
 from .core import Core
 from .edits import run_segments, Step
 from .function import first, missing_key
-from .keywords import Keywords
 from .mode import ModeField
 from .parts import attribute, item, items, length
 from .reparametrised import computed
 from .shards import ModuleShards, seed_of
+from .usage import keywords, missing_attribute
 
 
 class TorchModule(eqx.nn.StatefulLayer):
@@ -106,7 +106,7 @@ class TorchModule(eqx.nn.StatefulLayer):
             >>> y.shape
             (8, 3)
         """
-        own = Keywords(self.core, args, kwargs)
+        own = keywords(self.core, args, kwargs)
         buffers = self._buffers_for(own.state)
         result, *new_buffers = _run(self, buffers, own.key, args, own.rest)
         if own.state is None:

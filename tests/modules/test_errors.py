@@ -58,7 +58,7 @@ HEAD = '`model.params["head.weight"]`, `model.params["head.bias"]`.'
 IN_TORCH = "eqx_torch.to_torch(model, state)"
 ATTRIBUTES = {
     "head": f"Parameters stand under torch's names: {HEAD}",
-    "tied": f"Parameters stand under torch's names: {HEAD}",
+    "tied": f"The torch module has one: `{IN_TORCH}.tied`.",
     "stem": 'names: `model.params["stem.0.weight"]`, `model.params["stem.0.bias"]`, '
     '`model.params["stem.1.weight"]` and 1 more.',
     "scale": 'Parameters stand under torch\'s names: `model.params["scale"]`.',
@@ -74,10 +74,9 @@ ATTRIBUTES = {
     "zero_grad": "Gradients are results, not kept in the model: "
     "`grads = eqx.filter_grad(loss)(model)`.",
     "to": "`model = eqx.filter_shard(model, jax.devices()[0])`. For another dtype convert",
-    "cuda": 'torch runs where the arrays are: `model = eqx.filter_shard(model, jax.devices("cuda")',
+    "cuda": "torch runs where the arrays are: `model = eqx.filter_shard(model, jax.devices()[0])`.",
     "half": "convert the torch module, `from_torch(module.half())`, or cast the parameters",
-    "named_modules": "Write `module.named_modules`, with the torch module, before `from_torch`, or "
-    f"`{IN_TORCH}.named_modules`.",
+    "named_modules": f"The torch module has one: `{IN_TORCH}.named_modules`.",
 }
 
 

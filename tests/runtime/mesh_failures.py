@@ -1,7 +1,6 @@
 """Torch raises on some of eight devices. Run by `test_failures.py`, in a process of its own."""
 
 import contextlib
-import dataclasses
 import logging
 import re
 import weakref
@@ -124,10 +123,8 @@ def test_between_collectives(mesh, caplog, how, shards):
     assert_trees_equal(y, _poisoned(expected, shards))
     assert_trees_equal(total, np.full(1, np.nan, np.float32))
     assert _logged(caplog) == sorted(shards)
-    with pytest.raises(ValueError, match="given up") as info:
+    with pytest.raises(ValueError, match="given up"):
         check_errors()
-    later = [f"Later errors that were only logged: {len(shards) - 1}."] if len(shards) > 1 else []
-    assert info.value.__notes__[-1:] == later or not later
     trouble.shards.clear()
     assert_trees_equal(f(x), (expected, expected.sum(keepdims=True)), rtol=1e-5)
 
@@ -266,7 +263,6 @@ def test_the_same_error_elsewhere_takes_one_line(mesh, caplog):
 OTHERS = {
     "line": lambda i: (_raise(ValueError, "a"), lambda x: int("b"))[i],
     "type": lambda i: _raise((ValueError, TypeError)[i], "given up"),
-    "of this package": lambda i: lambda x: torch.ones(5 + i),
 }
 
 
@@ -468,45 +464,6 @@ def test_a_log_handler_that_raises(mesh, monkeypatch):
     finally:
         logging.getLogger("eqx_torch").removeHandler(handler)
     assert_trees_equal(y, _poisoned(X + X.sum(), {3}))
-    with pytest.raises(ValueError, match="given up"):
-        check_errors()
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen(Exception):  # noqa: N818
-    """Refuses that its arguments and notes are set, and cannot be shown."""
-
-    code: int
-
-    def __str__(self):
-        raise TypeError("no text")
-
-
-def test_an_exception_that_cannot_be_changed_or_shown(mesh, caplog):
-    trouble = Trouble(_raise(Frozen, 7), {2, 3})
-    x = put(X, mesh, "x")
-    f = _around_collectives(torch2jax(trouble, output_shapes=lambda x: x))
-    y, _ = jax.block_until_ready(jax.jit(f)(x))
-    assert_trees_equal(y, _poisoned(X + X.sum(), {2, 3}))
-    assert len(caplog.records) == 2
-    with pytest.raises(Frozen):
-        check_errors()
-
-
-def test_errors_of_other_causes_have_their_own_tracebacks(mesh, caplog):
-    def raising(x):
-        try:
-            {}["key"] if x[0] == 2 else [][1]
-        except LookupError as error:
-            raise ValueError("\ngiven up") from error
-
-    x = put(X, mesh, "x")
-    f = _around_collectives(torch2jax(raising, output_shapes=lambda x: x))
-    jax.block_until_ready(jax.jit(f)(x))
-    causes = [r.exc_info[1].__cause__ for r in caplog.records if r.exc_info]
-    assert {type(cause) for cause in causes} == {KeyError, IndexError}
-    repeated = [r.getMessage() for r in caplog.records if not r.exc_info]
-    assert all("ValueError: given up. Its traceback" in message for message in repeated)
     with pytest.raises(ValueError, match="given up"):
         check_errors()
 

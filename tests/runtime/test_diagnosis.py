@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import eqx_torch
-from eqx_torch._diagnosis import CHECKS, diagnose, Facts, gather, report
+from eqx_torch.__main__ import diagnose, Facts, gather, report
 
 
 LAPTOP = Facts(
@@ -27,7 +27,6 @@ LAPTOP = Facts(
     torch_platform="cpu",
     torch_gpus=(),
     torch_threads=8,
-    start_method="spawn",
 )
 GPU = dataclasses.replace(
     LAPTOP,
@@ -57,7 +56,6 @@ HEALTHY = {
     "many torch threads beside a GPU": changed(GPU, jax_devices=(8, "H200"), torch_threads=64),
     "a GPU of AMD": changed(GPU, jax_platform="rocm", torch_platform="rocm"),
     "the CPU of a machine with a GPU": changed(GPU, jax_platform="cpu", jax_platforms="cpu"),
-    "debug mode that is off": changed(LAPTOP, {"EQX_TORCH_DEBUG": "0"}),
     "torch for GPUs without one": changed(LAPTOP, torch_platform="cuda"),
 }
 
@@ -152,50 +150,23 @@ WRONG = {
     ),
 }
 
-NOTES = {
-    "simulated devices": (
-        changed(LAPTOP, jax_devices=(16, "cpu"), torch_threads=1),
-        "JAX simulates 16 CPU devices on 8 cores",
-        "JAX_NUM_CPU_DEVICES=8",
-    ),
-    "64-bit dtypes": (changed(LAPTOP, x64=True), "JAX has 64-bit dtypes", "module.double()"),
-    "debug mode": (
-        changed(LAPTOP, {"EQX_TORCH_DEBUG": "1"}),
-        "EQX_TORCH_DEBUG is on",
-        "Unset EQX_TORCH_DEBUG",
-    ),
-    "fork": (changed(LAPTOP, start_method="fork"), "by fork", "forkserver"),
-}
 
-
-@pytest.mark.parametrize("case", [*WRONG, *NOTES])
+@pytest.mark.parametrize("case", WRONG)
 def test_each_finding_is_made_alone_and_printed(case):
-    facts, what, remedy = {**WRONG, **NOTES}[case]
+    facts, what, remedy = WRONG[case]
     (finding,) = diagnose(facts)
     assert what in finding.what
     assert remedy in finding.remedy
     assert finding.why.endswith(".")
-    assert finding.wrong == (case in WRONG)
     text = " ".join(report(facts, [finding]).split())
-    title = "What looks wrong -" if case in WRONG else "What looks wrong nothing Worth knowing -"
-    shown = f"{title} {finding.what} {finding.why} -> {finding.remedy}"
-    assert " ".join(shown.split()) in text
+    shown = f"What looks wrong - {finding.what} {finding.why} -> {finding.remedy}"
+    assert text.endswith(" ".join(shown.split()))
 
 
-def test_every_check_is_tested():
-    cases = [facts for facts, *_ in (*WRONG.values(), *NOTES.values())]
-    assert all(any(list(check(facts)) for facts in cases) for check in CHECKS)
-
-
-def test_what_is_wrong_comes_before_notes():
-    facts = changed(LAPTOP, x64=True, start_method="fork", jax_devices=(16, "cpu"))
-    assert [finding.wrong for finding in diagnose(facts)] == [True, False, False, False]
-
-
-def test_the_facts_are_those_of_this_process():
-    before = dict(os.environ)
+def test_the_facts_are_those_of_this_process(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
     facts = gather()
-    assert dict(os.environ) == before
+    assert facts.environment["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"
     assert facts.versions["eqx_torch"] == eqx_torch.__version__
     assert facts.versions["jax"] == jax.__version__
     # Which build it is, `+cu130`, is not always part of what is installed by pip's account.
@@ -223,8 +194,8 @@ def test_a_process_with_nothing_wrong():
     assert f"  jax        {jax.__version__}\n" in done.stdout
     assert "JAX_ENABLE_X64   1\n" in done.stdout
     assert "  jax    1 x cpu\n" in done.stdout
-    assert "torch threads    1 for each device" in done.stdout
-    assert "JAX has 64-bit dtypes" in done.stdout
+    assert "torch threads  1 for each device" in done.stdout
+    assert "  64-bit dtypes  kept\n" in done.stdout
 
 
 def test_a_process_with_too_many_threads():

@@ -35,13 +35,19 @@ def sample(tmp_path, monkeypatch):
     return "sample-of-versions"
 
 
-def installed(**versions):
-    def version_of(name):
-        if name not in versions:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return versions[name]
+@pytest.fixture
+def install(monkeypatch):
+    """Gives distributions these versions, and takes away all others."""
 
-    return version_of
+    def install(**versions):
+        def version_of(name):
+            if name not in versions:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return versions[name]
+
+        monkeypatch.setattr(importlib.metadata, "version", version_of)
+
+    return install
 
 
 @pytest.mark.parametrize(
@@ -55,22 +61,25 @@ def installed(**versions):
     ],
     ids=["floor", "newest", "before a release", "one is not installed", "nothing is installed"],
 )
-def test_supported_versions(sample, versions):
-    assert unsupported(sample, installed(**versions)) == []
+def test_supported_versions(sample, install, versions):
+    install(**versions)
+    assert unsupported(sample) == []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_unsupported(sample, installed(**versions))
+        warn_of_unsupported(sample)
 
 
-def test_each_unsupported_version_is_named(sample):
-    jax, torch = unsupported(sample, installed(jax="0.9.2", torch="3.0.0+cpu"))
+def test_each_unsupported_version_is_named(sample, install):
+    install(jax="0.9.2", torch="3.0.0+cpu")
+    jax, torch = unsupported(sample)
     assert jax == "jax 0.9.2 is installed, jax>=0.10 is needed"
     assert torch == "torch 3.0.0+cpu is installed, torch<3,>=2.11 is needed"
 
 
-def test_one_warning_for_all(sample):
+def test_one_warning_for_all(sample, install):
+    install(jax="0.9.2", torch="2.10.1")
     with pytest.warns(UserWarning, match="does not support") as caught:
-        warn_of_unsupported(sample, installed(jax="0.9.2", torch="2.10.1"))
+        warn_of_unsupported(sample)
     (warning,) = caught
     assert str(warning.message) == (
         "sample-of-versions does not support what it runs with: jax 0.9.2 is installed, jax>=0.10 "

@@ -1,4 +1,8 @@
-"""One call of torch on one device, and how much calls on several devices overlap.
+"""Calls of torch as they happened: when, where, and how much those of several devices overlap.
+
+`ACTIVE` holds the recordings that are on, and is empty nearly always: its truth is all that a call
+asks for then. It is asked when a program runs, not when it is compiled, so programs compiled before
+a recording was on are seen too.
 
 Times are seconds on the clock of `time.perf_counter`. A call occupies its device from its start to
 its end. Calls on one device may overlap too, since XLA runs what is independent side by side; then
@@ -7,11 +11,20 @@ go on at once but each has a core for a part of the time only, so overlap alone 
 anything is gained: the time that the calls spent on a core does.
 """
 
+import collections
 import dataclasses
 import itertools
+import threading
+import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from .._program import Kind
+from ._program import Kind, Program
+
+
+# DLPack's numbers. The second half of `__dlpack_device__` is XLA's number of the device, for the
+# CPU devices of one process too.
+_PLATFORMS = {1: "cpu", 2: "cuda", 10: "rocm"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +60,56 @@ class TorchCall:
         return self.end - self.start
 
 
+class Recording:
+    """The calls that end while it is among the `ACTIVE` ones."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+        self.end: float | None = None
+        self.ended: list[TorchCall] = []
+
+    def calls(self) -> tuple[TorchCall, ...]:
+        """Those that began while it was on, too, by their start."""
+        own = [call for call in self.ended if call.start >= self.start]
+        return tuple(sorted(own, key=lambda call: call.start))
+
+
+ACTIVE: list[Recording] = []
+
+
+class Span:
+    """A context manager around a call, by which the recordings that are on then get it.
+
+    Args:
+        program: what is called.
+        buffer: any of XLA's buffers for it.
+    """
+
+    def __init__(self, program: Program, buffer: Any) -> None:
+        self._program = program
+        self._buffer = buffer
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+        self._core_time = time.thread_time()
+
+    def __exit__(self, *error: object) -> None:
+        core_time, end = time.thread_time() - self._core_time, time.perf_counter()
+        platform, number = self._buffer.__dlpack_device__()
+        call = TorchCall(
+            function=self._program.leaf.name,
+            kind=self._program.kind,
+            program=self._program.name,
+            device=f"{_PLATFORMS[platform]}:{number}",
+            thread=threading.get_native_id(),
+            start=self._start,
+            end=end,
+            core_time=core_time,
+        )
+        for recording in tuple(ACTIVE):
+            recording.ended.append(call)
+
+
 @dataclasses.dataclass(frozen=True)
 class Overlap:
     """How much of the time several devices ran torch calls at once.
@@ -80,60 +143,39 @@ class Overlap:
 
 def overlap(calls: Sequence[TorchCall]) -> Overlap:
     """Measures how much the devices of these calls overlap."""
-    by_device: dict[str, list[tuple[float, float]]] = {}
-    for call in calls:
-        by_device.setdefault(call.device, []).append((call.start, call.end))
-    # A device's occupied stretches do not overlap, so their sums count each device once.
-    changes = sorted(
-        change
-        for stretches in map(merged, by_device.values())
-        for start, end in stretches
-        for change in ((start, 1), (end, -1))
-    )
-    seconds = [0.0] * (len(by_device) + 1)  # by the number of devices in a call
-    running = 0
-    for (time, step), (later, _) in itertools.pairwise(changes):
-        running += step
-        seconds[running] += later - time
-    busy = sum(seconds[1:])
-    device_time = sum(count * spent for count, spent in enumerate(seconds))
+    begun = [(call.start, 1, call.device) for call in calls]
+    changes = sorted([*begun, *((call.end, -1, call.device) for call in calls)])
+    running = collections.Counter[str]()
+    seconds = collections.defaultdict[int, float](float)  # by the number of devices in a call
+    for (now, step, device), (later, *_) in itertools.pairwise(changes):
+        running[device] += step
+        seconds[sum(count > 0 for count in running.values())] += later - now
+    busy = sum(spent for count, spent in seconds.items() if count)
     core_time = sum(call.core_time for call in calls)
     return Overlap(
         busy=busy,
-        overlapped=sum(seconds[2:]),
-        mean_devices=device_time / busy if busy else 0.0,
+        overlapped=sum(spent for count, spent in seconds.items() if count > 1),
+        mean_devices=sum(n * spent for n, spent in seconds.items()) / busy if busy else 0.0,
         mean_cores=core_time / busy if busy else 0.0,
     )
 
 
-def merged(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The union of stretches of time, as stretches that are apart from each other."""
-    union: list[tuple[float, float]] = []
-    for start, end in sorted(stretches):
-        if union and start <= union[-1][1]:
-            union[-1] = (union[-1][0], max(end, union[-1][1]))
-        else:
-            union.append((start, end))
-    return union
-
-
 def by_lane(calls: Iterable[TorchCall]) -> dict[str, list[list[TorchCall]]]:
-    """The calls by device, devices in order, each with as few rows as keep calls apart.
+    """The calls by device, `cpu:2` before `cpu:10`, each with as few rows as keep calls apart.
 
     A device has a second row only where two of its calls overlap.
     """
+
+    def order(call: TorchCall) -> tuple[str, int, float]:
+        platform, _, number = call.device.partition(":")
+        return platform, int(number), call.start
+
     lanes: dict[str, list[list[TorchCall]]] = {}
-    for call in sorted(calls, key=lambda call: (*device_order(call.device), call.start)):
+    for call in sorted(calls, key=order):
         rows = lanes.setdefault(call.device, [])
-        free = next((row for row in rows if row[-1].end <= call.start), None)
-        if free is None:
+        row = next((row for row in rows if row[-1].end <= call.start), None)
+        if row is None:
             rows.append([call])
         else:
-            free.append(call)
+            row.append(call)
     return lanes
-
-
-def device_order(device: str) -> tuple[str, int]:
-    """Sorts `cpu:2` before `cpu:10`."""
-    platform, _, number = device.partition(":")
-    return platform, int(number)

@@ -1,18 +1,22 @@
-"""`timeline()`: the calls of torch that happen in a block of code."""
+"""`timeline()`: the calls of torch that happen in a block of code, as text, picture and trace file.
+
+Picture and file have a lane for each device, with a second row where calls of the device overlap. A
+trace in Chrome's format, which Perfetto reads, calls the device a process and the row a thread of
+it: events of one thread have to be nested, which calls are not that XLA makes side by side.
+Matplotlib is imported when something is drawn; the package does not depend on it.
+"""
 
 import contextlib
+import importlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._errors import EqxTorchError
-from .calls import Overlap, overlap, TorchCall
-from .drawing import draw
-from .recording import Recording
-from .trace_file import trace
+from ._errors import EqxTorchError
+from ._torch_calls import ACTIVE, by_lane, Overlap, overlap, Recording, TorchCall
 
 
 class Timeline:
@@ -47,8 +51,7 @@ class Timeline:
     @property
     def duration(self) -> float:
         """The seconds from the beginning of the block to its end, or until now."""
-        end = self._recording.end
-        return (time.perf_counter() if end is None else end) - self._recording.start
+        return (self._recording.end or time.perf_counter()) - self._recording.start
 
     def overlap(self) -> Overlap:
         """How much of the time several devices ran torch calls at once.
@@ -84,7 +87,7 @@ class Timeline:
 
         **Raises:**
 
-        `EqxTorchError` if there are no calls, or matplotlib cannot be imported.
+        `EqxTorchError` if there are no calls, `ImportError` without matplotlib.
 
         !!! example
 
@@ -98,8 +101,7 @@ class Timeline:
         calls = self.events
         if not calls:
             raise EqxTorchError(f"there is nothing to draw: {_EMPTY}")
-        origin = calls[0].start
-        figure = draw(calls, origin, max(call.end for call in calls) - origin)
+        figure = draw(calls)
         if path is not None:
             figure.savefig(path)
         return figure
@@ -128,21 +130,15 @@ class Timeline:
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     record.save(f"{folder}/timeline.json")
         """
-        Path(path).write_text(json.dumps(trace(self.events, self._recording.start)))
+        events = list(_trace_events(self.events, self._recording.start))
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def __repr__(self) -> str:
         calls = self.events
         if not calls:
             return f"Timeline of no torch calls: {_EMPTY}"
-        devices = len({call.device for call in calls})
-        return "\n".join(
-            [
-                f"Timeline of {len(calls)} torch calls on {devices} device{'s' * (devices > 1)} in "
-                f"{1e3 * self.duration:.1f} ms",
-                f"{self.overlap()}",
-                *_table(calls),
-            ]
-        )
+        head = f"Timeline of {_counts(calls)} in {1e3 * self.duration:.1f} ms"
+        return "\n".join([head, f"{self.overlap()}", *_table(calls)])
 
 
 _EMPTY = (
@@ -151,19 +147,104 @@ _EMPTY = (
 )
 
 
-def _table(calls: tuple[TorchCall, ...]) -> list[str]:
+def _counts(calls: Sequence[TorchCall]) -> str:
+    devices = len({call.device for call in calls})
+    return f"{len(calls)} torch calls on {devices} device{'s' * (devices > 1)}"
+
+
+def _table(calls: Sequence[TorchCall]) -> Iterator[str]:
     """How often and how long each function ran, the longest first."""
     durations: dict[tuple[str, str], list[float]] = {}
     for call in calls:
         durations.setdefault((call.function, call.kind), []).append(1e3 * call.duration)
     width = max(len("function"), *(len(function) for function, _ in durations)) + 2
-    lines = [f"{'function':<{width}}{'kind':<10}{'calls':>7}{'total ms':>11}{'mean ms':>11}"]
+    yield f"{'function':<{width}}{'kind':<10}{'calls':>7}{'total ms':>11}{'mean ms':>11}"
     for (function, kind), spent in sorted(durations.items(), key=lambda item: -sum(item[1])):
-        total = sum(spent)
-        lines.append(
-            f"{function:<{width}}{kind:<10}{len(spent):>7}{total:>11.3f}{total / len(spent):>11.3f}"
-        )
-    return lines
+        count, total = len(spent), sum(spent)
+        yield f"{function:<{width}}{kind:<10}{count:>7}{total:>11.3f}{total / count:>11.3f}"
+
+
+def _trace_events(calls: Sequence[TorchCall], origin: float) -> Iterator[dict[str, Any]]:
+    def named(what: str, process: int, thread: int, **args: Any) -> dict[str, Any]:
+        return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
+
+    for process, (device, rows) in enumerate(by_lane(calls).items(), 1):
+        yield named("process_name", process, 0, name=device)
+        yield named("process_sort_index", process, 0, sort_index=process)
+        for thread, row in enumerate(rows, 1):
+            yield named("thread_name", process, thread, name="torch calls")
+            for call in row:
+                yield {
+                    "ph": "X",
+                    "name": call.function,
+                    "cat": call.kind,
+                    "pid": process,
+                    "tid": thread,
+                    "ts": (call.start - origin) * 1e6,
+                    "dur": call.duration * 1e6,
+                    "args": {
+                        "kind": call.kind,
+                        "program": call.program,
+                        "thread": call.thread,
+                        "core time (ms)": call.core_time * 1e3,
+                    },
+                }
+
+
+_COLOURS = {"forward": "#4c72b0", "backward": "#dd8452", "tangent": "#55a868"}
+_WIDTH = 10.0  # inches
+_ROW = 0.42
+_BAR = 0.84  # of a row
+_LETTER = 0.0078 * 8  # inches that a letter of 8 points takes, on average
+
+
+def draw(calls: Sequence[TorchCall]) -> Any:
+    """A matplotlib figure of at least one call."""
+    lanes = by_lane(calls)
+    height = 1.5 + _ROW * sum(map(len, lanes.values()))
+    matplotlib = importlib.import_module("matplotlib.figure")
+    figure = matplotlib.Figure((_WIDTH, height), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    origin = min(call.start for call in calls)
+    span = max(call.end for call in calls) - origin
+    top, ticks = 0, []
+    for rows in lanes.values():
+        ticks.append(top + len(rows) / 2)
+        for row in rows:
+            _draw_row(axes, row, top, origin, span)
+            top += 1
+        axes.axhline(top, color="0.85", linewidth=0.8, zorder=0)
+    _describe(axes, calls)
+    axes.set_yticks(ticks, list(lanes))
+    axes.set(ylim=(top, 0), xlim=(0, 1e3 * span), xlabel="milliseconds")
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    return figure
+
+
+def _draw_row(axes: Any, row: list[TorchCall], top: float, origin: float, span: float) -> None:
+    bars = [(1e3 * (call.start - origin), 1e3 * call.duration) for call in row]
+    place, colours = (top + (1 - _BAR) / 2, _BAR), [_COLOURS[call.kind] for call in row]
+    axes.broken_barh(bars, place, facecolors=colours, edgecolors="white", linewidth=0.4)
+    style = {"size": 8, "color": "white", "ha": "center", "va": "center"}
+    for call, (left, width) in zip(row, bars, strict=True):
+        if len(call.function) * _LETTER < 0.9 * _WIDTH * call.duration / span:
+            axes.text(left + width / 2, top + 0.5, call.function, **style)
+
+
+def _describe(axes: Any, calls: Sequence[TorchCall]) -> None:
+    """The title, which states the measured overlap, and the legend."""
+    title = _counts(calls)
+    if any(not call.device.startswith("cpu:") for call in calls):
+        title += " (on GPUs the time until the work was enqueued)"
+    axes.set_title(title, loc="left", size=11, pad=22)
+    subtitle = f"{overlap(calls)}"
+    axes.annotate(subtitle, (0, 1), (0, 6), "axes fraction", "offset points", size=9, color="0.3")
+    counts = {kind: sum(call.kind == kind for call in calls) for kind in _COLOURS}
+    for kind, count in counts.items():
+        if count:
+            axes.bar(0, 0, color=_COLOURS[kind], label=f"{count} {kind}")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, fontsize=9)
 
 
 @contextlib.contextmanager
@@ -196,8 +277,9 @@ def timeline() -> Iterator[Timeline]:
         [('forward', 'cpu:0'), ('backward', 'cpu:0')]
     """
     recording = Recording()
-    recording.begin()
+    ACTIVE.append(recording)
     try:
         yield Timeline(recording)
     finally:
-        recording.finish()
+        ACTIVE.remove(recording)
+        recording.end = time.perf_counter()
