@@ -134,7 +134,8 @@ def unstack_modules(stack: Any) -> list[Any]:
             f"{sorted(size[0] if size else 'none' for size in sizes)}."
         )
     ((count,),) = sizes
-    return [eqx.combine(jax.tree.map(lambda x: x[i], arrays), rest) for i in range(count)]
+    member = lambda i: jax.tree.map(lambda x: x[i], arrays)  # noqa: E731
+    return [eqx.combine(member(i), rest) for i in range(count)]
 
 
 def _stacked_models(models: Sequence[Any]) -> TorchModule:

@@ -21,7 +21,7 @@ from .mode import ModeField
 from .parts import attribute, item, items, length
 from .reparametrised import computed
 from .shards import ModuleShards, seed_of
-from .usage import keywords, missing_attribute
+from .usage import keywords
 
 
 class TorchModule(eqx.nn.StatefulLayer):

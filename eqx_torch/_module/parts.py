@@ -7,22 +7,23 @@ that torch gives them there. It is made when it is asked for and holds nothing o
 
 import copy
 import dataclasses
-import difflib
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+import numpy as np
 import torch
 
 from .._arrays import t2j
 from .._errors import InputError, ModuleError
 from .._examples import Examples
-from .attributes import missing_attribute
 from .blueprint import Blueprint, Names
 from .core import Core, Options
 from .edits import Edits
 from .places import walk
+from .usage import missing_attribute, nearest
 
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
@@ -47,24 +48,24 @@ def attribute(model: Any, name: str) -> Any:
 
 
 def item(model: Any, index: Any) -> Any:
-    """A submodule by its path, its number or, of a container, a range of numbers."""
-    module = model.core.blueprint.module
+    """A submodule by its path or, of a container, by its number, or some by a range of numbers."""
+    core: Core = model.core
+    module = core.blueprint.module
     if isinstance(index, str):
-        check_paths(model.core, [index])
+        check_paths(core, [index])
         return part(model, index)
-    names = _children(model.core)
-    if isinstance(index, slice) and not isinstance(module, torch.nn.ModuleDict):
+    names = _children(core)
+    if isinstance(index, slice) and isinstance(module, torch.nn.ModuleList | torch.nn.Sequential):
         chosen = names[index]
         moved = {old: str(new) for new, old in enumerate(chosen)}
-        key = ("slice", *chosen)
-        return _made(model, key, lambda: module[index], lambda path: _moved(path, moved))
-    try:
-        return part(model, names[index])
-    except (IndexError, TypeError) as error:
+        rename = functools.partial(_moved, moved=moved)
+        return _made(model, ("slice", *chosen), lambda: module[index], rename)
+    if not isinstance(index, int | np.integer) or not -len(names) <= index < len(names):
         raise IndexError(
-            f"`{model.core.name}` has {len(names)} submodules, 0 to {len(names) - 1}, but was "
-            f"asked for {index!r}."
-        ) from error
+            f"`{core.name}` has the {len(names)} submodules {', '.join(names)}, but was asked for "
+            f"{index!r}."
+        )
+    return part(model, names[index])
 
 
 def items(model: Any) -> Iterator[Any]:
@@ -132,13 +133,6 @@ def matching(
             )
         found.update(dict.fromkeys(names))
     return list(found)
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """The end of a message about a name that is unknown."""
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or list(known[:3])
-    listed = ", ".join(map(repr, close))
-    return f". The nearest that it has: {listed}." if close else ", which has none."
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -133,7 +133,8 @@ def load_state_dict(
     buffers = {stored: _like(old[name], tensors[name]) for name, stored in pairs}
     if state is not None:
         return new, state.set(model.buffers, state.get(model.buffers) | buffers)
-    return eqx.tree_at(lambda m: m.buffers.init, new, model.buffers.init | buffers)
+    init: Any = model.buffers.init
+    return eqx.tree_at(lambda m: m.buffers.init, new, init | buffers)
 
 
 def _torch_module(model: TorchModule, state: eqx.nn.State | None) -> torch.nn.Module:
@@ -215,4 +216,5 @@ def _buffers(model: TorchModule, state: eqx.nn.State | None) -> dict[str, jax.Ar
             "`state=state`."
         )
     pairs = zip(model.core.blueprint.names.state, model.core.stored, strict=True)
-    return {name: model.buffers.init[stored] for name, stored in pairs}
+    init: Any = model.buffers.init
+    return {name: init[stored] for name, stored in pairs}
