@@ -63,6 +63,7 @@ from torch._C import (
 )
 from torch._C._functorch import (
     # What memory a tensor has is not to be asked of a wrapper; no public name tells wrappers.
+    get_unwrapped,
     is_functorch_wrapped_tensor as is_functorch_wrapped_tensor,
     # Batching rules are missing for some operators that take a generator, which matters but then.
     peek_interpreter_stack as _peek_interpreter_stack,
@@ -435,6 +436,6 @@ def called_by_make_with_state() -> bool:
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that torch.func's transformations have wrapped: no public API tells."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
     return tensor
