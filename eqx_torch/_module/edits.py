@@ -391,6 +391,20 @@ class EditedRun:
                 )
 
 
+def check_generator(name: str, cuts: Sequence[str], device: torch.device) -> None:
+    """Raises for a cut forward that draws where not all operators draw from our generator.
+
+    A segment would start to draw from the seed again, and repeat the numbers of the one before it.
+    """
+    if cuts and device.type != "cpu":
+        raise ModuleError(
+            f"`{name}` draws random numbers on {device.type}, which a forward that JAX computes a "
+            f"part of ({cuts[0]}) cannot follow there. Use it in evaluation mode, "
+            "`eqx.nn.inference_mode(model)`, or set the probabilities of its dropout to 0 before "
+            "it is converted."
+        )
+
+
 def _holds(path: str, cuts: Sequence[str]) -> bool:
     """Whether a cut is inside of a module."""
     return not path or any(cut.startswith(f"{path}.") for cut in cuts)

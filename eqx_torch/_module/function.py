@@ -35,7 +35,7 @@ from .._scripts import scripts_near
 from .._trees import flatten, flatten_result, Structure
 from .._watch import Draws, storage_key, Watch
 from .blueprint import Blueprint, Skeleton
-from .edits import EditedRun, Edits
+from .edits import check_generator, EditedRun, Edits
 from .layers import projection
 from .rng import seeded
 from .traces import GeneratorState
@@ -119,6 +119,8 @@ class ModuleFunction(TorchFunction):
             skeleton = pool.borrow()
             skeleton.set_mode(inference)
             args, kwargs = rest.arguments(arrays[state + has_seed :])
+            if has_seed:
+                check_generator(self.name, self.edits.cuts, arrays[state].device)
             parameters = arrays[:count]
             # To look for what a call leaves behind takes long, and one look tells whether it does.
             usual = habits.get(functional)

@@ -42,8 +42,10 @@ def select(model: TorchModule, patterns: str | Sequence[str]) -> PyTree:
 
     **Returns:**
 
-    A tree of bools like `model`, True on those parameters: for `equinox.partition`, `optax.masked`
-    and, by `jax.tree.map(lambda b: "fast" if b else "slow", mask)`, `optax.multi_transform`.
+    A tree of bools like `model`, True on those parameters: for `equinox.partition` and
+    `optax.masked`. For `optax.multi_transform` make labels of it, and a function that returns them
+    (as it would call what can be called): `labels = jax.tree.map(lambda chosen: "fast" if chosen
+    else "slow", mask)`, `optax.multi_transform(transforms, lambda _: labels)`.
 
     **Raises:**
 
