@@ -18,6 +18,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import equinox as eqx
 import jax
 import torch
 from torch.utils import _pytree as torch_tree
@@ -28,6 +29,7 @@ from .._errors import ModuleError
 from .._program import own_generator
 from .._trees import flatten
 from .._watch import storage_key
+from .reparametrised import Static
 
 
 Step: TypeAlias = tuple[str, Any, Any]
@@ -35,6 +37,7 @@ Step: TypeAlias = tuple[str, Any, Any]
 of that (None if it is to run again), and the state of the random generator after it."""
 Segment: TypeAlias = Callable[[Sequence[Step], Mapping[str, Any]], tuple[str, Any, list[Any]]]
 
+_VMAPPED = type(eqx.filter_vmap(len))
 _PLAIN = (torch.Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 _GIVEN = (torch.Tensor, str, type(None))
 _NUMBER = "number:"
@@ -87,7 +90,8 @@ class _Logged:
     Attributes:
         path: of the submodule.
         output: what it gave and torch's dtypes of it, None if it is to run again.
-        random: the state of the random generator after the call, None in evaluation.
+        random: the state of the random generator after the call, None in evaluation, zeros in a
+            segment that drew nothing and had no seed.
         captured: what was captured inside of the call, each with its path.
     """
 
@@ -187,6 +191,10 @@ def _computed(new: Any, taken: bool, given: Any, key: jax.Array | None, position
 
 
 def _takes_key(function: Callable[..., Any]) -> bool:
+    if isinstance(function, Static):
+        function = function.function
+    if isinstance(function, _VMAPPED):  # which takes no keyword arguments
+        return False
     try:
         return "key" in inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -339,7 +347,7 @@ class EditedRun:
 
     def _handed(self, given: Any, random: Any) -> Any:
         output, dtypes = given
-        if random is not None and self._generator is not None:
+        if random is not None and self._generator is not None and random.any():
             self._generator.set_state(random.cpu())
         return _cast(output, dtypes)
 

@@ -41,6 +41,7 @@ from .rng import seeded
 from .traces import GeneratorState
 
 
+_OWN = 4  # arguments that are not the user's: parameters, state, seed, inference
 SEED = Spec((2,), np.dtype("uint32"))
 
 _CPU = torch.device("cpu")
@@ -59,7 +60,6 @@ class ModuleFunction(TorchFunction):
     randomness = "same"
     borrows = True
     isolated = True
-    own_arguments = 4  # parameters, state, seed, inference
 
     def __init__(
         self,
@@ -86,6 +86,7 @@ class ModuleFunction(TorchFunction):
         self.blueprint = blueprint
         self.method = method
         self.edits = edits
+        self.own_arguments = _OWN + bool(edits)  # what one segment hands to the next
         self.own_inputs = len(blueprint.parameters) + len(blueprint.state)
         self.changed_state: set[str] = set()
         self.tells = True
@@ -111,7 +112,7 @@ class ModuleFunction(TorchFunction):
         state = count + len(self.blueprint.state)
         mode = site.statics[state + 1]
         assert mode is not None
-        has_seed, inference, rest = self.draws_at(site), mode.value, site.rest(self.own_arguments)
+        has_seed, inference, rest = self.draws_at(site), mode.value, site.rest(_OWN)
         habits = learnt.habits
 
         def call(arrays: Tensors, functional: bool) -> Any:
@@ -192,10 +193,10 @@ class ModuleFunction(TorchFunction):
             return super().label(path)
         index, _, rest = path.removeprefix("[0][").partition("]")
         names = self.blueprint.names
-        user = int(index) - self.own_arguments - bool(self.edits)
+        user = int(index) - self.own_arguments
         if user >= 0:
             return super().label(f"[0][{user}]{rest}")
-        if int(index) == self.own_arguments:
+        if int(index) == _OWN:
             return f"what is handed over{rest}"
         if int(index) == 2:
             return "key"

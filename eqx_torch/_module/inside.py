@@ -273,7 +273,8 @@ def fsdp(model: TorchModule, axis: str) -> TorchModule:
     **Returns:**
 
     The model. Each parameter of which some dimension is a multiple of the axis's size is sharded
-    along the largest such dimension; others stay whole on every device.
+    along the largest such dimension; others stay whole on every device, as do the arrays of
+    `reparametrise`'s functions.
 
     **Raises:**
 
@@ -316,16 +317,22 @@ class Gathered(eqx.Module):
 
 
 def _spread(param: Any, axis: str, mesh: Any) -> Any:
-    """A parameter in shards, if it can be."""
-    weight = param.weight if isinstance(param, Reparametrised) else param
+    """A parameter in shards, if it can be; of one that is computed, the array it is computed of."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    if isinstance(param, Reparametrised):
+        weight = _spread(param.weight, axis, mesh)
+        if isinstance(param.function, Gathered):
+            return weight
+        arrays, rest = eqx.partition(param.function, eqx.is_array)
+        return Reparametrised(weight, eqx.combine(jax.device_put(arrays, whole), rest))
     size = mesh.shape[axis]
-    fitting = [i for i, n in enumerate(np.shape(weight)) if n and n % size == 0]
-    if not fitting or isinstance(param, Reparametrised):
-        return jax.device_put(param, NamedSharding(mesh, PartitionSpec()))
-    dimension = max(fitting, key=lambda i: weight.shape[i])
-    spec = PartitionSpec(*(axis if i == dimension else None for i in range(weight.ndim)))
+    fitting = [i for i, n in enumerate(np.shape(param)) if n and n % size == 0]
+    if not fitting:
+        return jax.device_put(param, whole)
+    dimension = max(fitting, key=lambda i: param.shape[i])
+    spec = PartitionSpec(*(axis if i == dimension else None for i in range(param.ndim)))
     return Reparametrised(
-        jax.device_put(weight, NamedSharding(mesh, spec)), Gathered(axis, dimension)
+        jax.device_put(param, NamedSharding(mesh, spec)), Gathered(axis, dimension)
     )
 
 
