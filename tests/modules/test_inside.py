@@ -1,7 +1,7 @@
 """Work inside of a model: its submodules are watched, patched, and computed by JAX."""
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -63,7 +63,7 @@ class Twin(eqx.Module):
 class Counted(torch.nn.Module):
     """Counts its runs, where tensors have values."""
 
-    runs: list[str] = []
+    runs: ClassVar[list[str]] = []
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -530,7 +530,9 @@ def test_two_calls_of_one_with_a_key_draw_differently():
     drawn = lambda x, key: jax.random.normal(key, x.shape)  # noqa: E731
     _, captured = capture(replace_module(from_torch(Loop()), "body", drawn), "body")(X, key=KEY)
     first, second, third = (np.asarray(x) for x in captured["body"])
-    assert (first != second).any() and (second != third).any() and (first != third).any()
+    assert (first != second).any()
+    assert (second != third).any()
+    assert (first != third).any()
 
 
 def test_statistics_before_and_behind_a_cut_are_updated_once():
@@ -729,7 +731,7 @@ def test_out_specs_of_a_cut_model_are_refused():
 
 
 def test_serialised_copied_and_in_evaluation(tmp_path):
-    model, net = replaced()
+    model, _net = replaced()
     like, _ = replaced()
     eqx.tree_serialise_leaves(tmp_path / "model.eqx", model)
     loaded = eqx.tree_deserialise_leaves(tmp_path / "model.eqx", like)

@@ -182,7 +182,8 @@ def test_slices_and_iteration():
     assert len(tail) == 2
     assert tail[0].fc.bias is model.params["layers.1.fc.bias"]
     assert list(state_dict(tail)) == list(net.layers[1:].state_dict())
-    assert bool(model.layers[3:]) and len(model.layers[3:]) == 0
+    assert bool(model.layers[3:])
+    assert len(model.layers[3:]) == 0
 
 
 def test_a_slice_of_a_sequence_is_called():
