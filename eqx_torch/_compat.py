@@ -77,6 +77,7 @@ from torch._C import (
 )
 from torch._C._functorch import (
     # What memory a tensor has is not to be asked of a wrapper; no public name tells wrappers.
+    get_unwrapped,
     is_functorch_wrapped_tensor as is_functorch_wrapped_tensor,
     # Batching rules are missing for some operators that take a generator, which matters but then.
     peek_interpreter_stack as _peek_interpreter_stack,
@@ -107,6 +108,10 @@ from torch.multiprocessing.reductions import (
     # autograd is another object than the one that the operator has given.
     StorageWeakRef as StorageWeakRef,
 )
+from torch.utils import (
+    # Opens what torch code passes on, such as the library's own results; torch.utils has no other.
+    _pytree as torch_tree,
+)
 from torch.utils._python_dispatch import (
     # Copies of real storages are taken in the middle of a run on fake tensors.
     _disable_current_modes as without_modes,
@@ -129,6 +134,7 @@ __all__ = [
     "set_forward_grad_enabled",
     "set_grad_enabled",
     "torch_function_modes",
+    "torch_tree",
     "without_modes",
 ]
 
@@ -496,3 +502,10 @@ def is_checking_layer(fn: types.FunctionType) -> bool:
     """
     ours = fn.__code__.co_filename == jaxtyped.__code__.co_filename
     return ours and "param_signature" in fn.__code__.co_freevars
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that torch.func's transformations have wrapped: no public API tells."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor

@@ -17,8 +17,12 @@ from .._invoke import Arguments, Restored
 from .._program import Compiled, Lock, Residuals, Site, Spec, VmapMethod
 from .._shapes import Declaration, Inference, OutputShapes
 from .blueprint import Blueprint
+from .edits import Edits
 from .function import ModuleFunction
 from .layers import changing_buffers, drawing_layers
+
+
+_NO_EDITS = Edits()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +61,10 @@ class Core:
         blueprint: the module without its tensors.
         dtypes: torch's own dtypes of the parameters and of the state.
         examples: of the method's arguments, if there are any.
+        edits: what is watched and replaced inside.
+        stored: the names under which a model's state has the buffers that change: those of the
+            whole model, where this is a part of one.
+        parts: the cores of submodules that were asked for, and their parameters' names here.
         function: the method as a torch function.
         infer: gives the outputs of the function.
     """
@@ -67,12 +75,17 @@ class Core:
         dtypes: tuple[torch.dtype, ...],
         options: Options,
         examples: Examples | None,
+        edits: Edits = _NO_EDITS,
+        stored: tuple[str, ...] | None = None,
     ) -> None:
         self.blueprint = blueprint
+        self.edits = edits
+        self.stored = blueprint.names.state if stored is None else stored
         self.dtypes = dtypes
         self.options = options
         self.examples = examples
         self.name = type(blueprint.module).__name__
+        self.parts: dict[tuple[str, ...], tuple[Core, tuple[str, ...]]] = {}
         self._compiled = Compiled()
         self.function = ModuleFunction(
             blueprint,
@@ -83,10 +96,11 @@ class Core:
             vmap_method=options.vmap_method,
             residuals=options.residuals,
             compiled=self._compiled,
+            edits=edits,
         )
         signature = signature_of(blueprint.module, options)
         self._annotations = Annotated(signature)
-        declaration = _ModuleDeclaration(blueprint, options, signature, examples)
+        declaration = _ModuleDeclaration(blueprint, options, signature, examples, bool(edits))
         self.infer = Inference(self.function, declaration)
 
     @functools.cached_property
@@ -128,6 +142,8 @@ class Core:
             self.blueprint,
             self.dtypes,
             self.options.key(),
+            self.edits,
+            self.stored,
             self.examples and self.examples.key(),
         )
 
@@ -157,7 +173,8 @@ class Core:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled by the torch module without its parameters, and the options."""
-        return Core, (self.blueprint, self.dtypes, self.options, self.examples)
+        own = (self.blueprint, self.dtypes, self.options, self.examples, self.edits, self.stored)
+        return Core, own
 
 
 class _ModuleDeclaration(Declaration):
@@ -169,13 +186,17 @@ class _ModuleDeclaration(Declaration):
         options: Options,
         signature: Signature | None,
         examples: Examples | None,
+        edited: bool,
     ) -> None:
         super().__init__(options.output_shapes, signature, examples and examples.specs)
+        self._edited = edited
         self._own = len(blueprint.parameters) + len(blueprint.state)
 
     def outputs(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], in_specs: tuple[Spec, ...]
     ) -> tuple[Any, str] | None:
+        if self._edited:  # what is declared is the result of the whole, not of a segment
+            return None
         _, state, _, _, *rest = args
         declared = super().outputs(rest, kwargs, in_specs[self._own :])
         if declared is None:

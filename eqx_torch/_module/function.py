@@ -35,15 +35,18 @@ from .._reachable import scripts_near
 from .._trees import flatten, flatten_result, Structure
 from .._watch import Draws, storage_key, Watch
 from .blueprint import Blueprint, Skeleton
+from .edits import check_generator, EditedRun, Edits
 from .layers import projection
 from .rng import seeded
 from .traces import GeneratorState, Reads, stale_tensor
 
 
+_OWN = 4  # arguments that are not the user's: parameters, state, seed, inference
 SEED = Spec((2,), np.dtype("uint32"))
 
 _CPU = torch.device("cpu")
 _UNCHANGED = contextlib.nullcontext()
+_NO_EDITS = Edits()
 
 
 class ModuleFunction(TorchFunction):
@@ -57,7 +60,6 @@ class ModuleFunction(TorchFunction):
     randomness = "same"
     borrows = True
     isolated = True
-    own_arguments = 4  # parameters, state, seed, inference
 
     def __init__(
         self,
@@ -70,6 +72,7 @@ class ModuleFunction(TorchFunction):
         vmap_method: VmapMethod,
         residuals: Residuals,
         compiled: Compiled,
+        edits: Edits = _NO_EDITS,
     ) -> None:
         super().__init__(
             getattr(blueprint.module, method),
@@ -82,6 +85,8 @@ class ModuleFunction(TorchFunction):
         )
         self.blueprint = blueprint
         self.method = method
+        self.edits = edits
+        self.own_arguments = _OWN + bool(edits)  # what one segment hands to the next
         self.own_inputs = len(blueprint.parameters) + len(blueprint.state)
         self.changed_state: set[str] = set()
         self.tells = True
@@ -91,7 +96,7 @@ class ModuleFunction(TorchFunction):
         self._told: set[str] = set()
 
     def _key(self) -> Hashable:
-        own = self.blueprint, self.method, self.lock
+        own = self.blueprint, self.method, self.lock, self.edits
         return own, self.depth, self.vmap_method, self.residuals
 
     def __eq__(self, other: object) -> bool:
@@ -107,7 +112,7 @@ class ModuleFunction(TorchFunction):
         state = count + len(self.blueprint.state)
         mode = site.statics[state + 1]
         assert mode is not None
-        has_seed, inference, rest = self.draws_at(site), mode.value, site.rest(self.own_arguments)
+        has_seed, inference, rest = self.draws_at(site), mode.value, site.rest(_OWN)
         habits = learnt.habits
 
         def call(arrays: Tensors, functional: bool) -> Any:
@@ -115,6 +120,8 @@ class ModuleFunction(TorchFunction):
             skeleton = pool.borrow()
             skeleton.set_mode(inference)
             args, kwargs = rest.arguments(arrays[state + has_seed :])
+            if has_seed:
+                check_generator(self.name, self.edits.cuts, arrays[state].device)
             parameters = arrays[:count]
             # To look for what a call leaves behind takes long, and one look tells whether it does.
             usual = habits.get(functional)
@@ -128,7 +135,8 @@ class ModuleFunction(TorchFunction):
                 self._seeding(arrays[state]) if has_seed else self._unseeded(inference),
                 reads or _UNCHANGED,
             ):
-                result = self._run(skeleton, args, kwargs)
+                mode = inference, has_seed
+                result = self._run(skeleton, args, kwargs, mode, self._held.items.append)
             new_state = skeleton.state()
             changed = skeleton.changed_constants()
             if changed:
@@ -190,8 +198,11 @@ class ModuleFunction(TorchFunction):
             return super().label(path)
         index, _, rest = path.removeprefix("[0][").partition("]")
         names = self.blueprint.names
-        if int(index) >= self.own_arguments:
-            return super().label(f"[0][{int(index) - self.own_arguments}]{rest}")
+        user = int(index) - self.own_arguments
+        if user >= 0:
+            return super().label(f"[0][{user}]{rest}")
+        if int(index) == _OWN:
+            return f"what is handed over{rest}"
         if int(index) == 2:
             return "key"
         kind, own = (("parameter", names.parameters), ("buffer", names.state))[int(index)]
@@ -219,8 +230,10 @@ class ModuleFunction(TorchFunction):
             look = _Look(skeleton, parameters)
             modes.enter_context(_unoptimised(skeleton.module))
             skeleton.bind(parameters, state)
+            edited: list[Callable[[], None]] = []
             with skeleton.reads() as reads:
-                result = self._run(skeleton, rest, kwargs)
+                result = self._run(skeleton, rest, kwargs, (inference, False), edited.append)
+            _end(edited)
             new_state = skeleton.state()
             triples = zip(self.blueprint.names.state, state, new_state, strict=True)
             self.changed_state = {
@@ -240,7 +253,8 @@ class ModuleFunction(TorchFunction):
             if numbers:  # some are set once for all, others are another number with every call
                 skeleton.bind(parameters, state)
                 with contextlib.suppress(Exception):
-                    self._run(skeleton, rest, kwargs)
+                    self._run(skeleton, rest, kwargs, (inference, False), edited.append)
+                _end(edited)
                 skeleton.unbind()
                 again = {path: new for path, _, new in skeleton.trace.numbers(changes)}
                 numbers = [number for number in numbers if again.get(number[0]) != number[2]]
@@ -270,10 +284,30 @@ class ModuleFunction(TorchFunction):
             moved = frozenset(i + (i >= seed) for i in written)
             self.findings.at(seeded, specs).written = moved
 
-    def _run(self, skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if self.method == "forward":
-            return skeleton.module(*args, **kwargs)
-        return getattr(skeleton.module, self.method)(*args, **kwargs)
+    def _run(
+        self,
+        skeleton: Skeleton,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        mode: tuple[bool, bool],
+        at_end: Callable[[Callable[[], None]], None],
+    ) -> Any:
+        call = (
+            skeleton.module if self.method == "forward" else getattr(skeleton.module, self.method)
+        )
+        if not self.edits:
+            return call(*args, **kwargs)
+        (log, values), *args = args
+        run = EditedRun(self.name, self.edits, skeleton.module, *mode, log, values)
+        at_end(run.remove)
+        before = [(b, b._version) for b in skeleton.state()]
+        result = run.run(functools.partial(call, *args, **kwargs))
+        if result[0]:
+            triples = zip(self.blueprint.names.state, before, skeleton.state(), strict=True)
+            run.check_state(
+                [n for n, (old, v), new in triples if new is not old or new._version != v]
+            )
+        return result
 
     def _unseeded(self, inference: bool) -> contextlib.AbstractContextManager[None]:
         return _UNCHANGED if inference in self._quiet else self._tried(inference)

@@ -1,13 +1,13 @@
 """`TorchModule`: a torch module as an Equinox module."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.core
 import numpy as np
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 from .._compat import axes_of_type
 from .._errors import InputError, ModuleError
@@ -15,10 +15,13 @@ from .._invoke import Arguments, invoke, outputs_of
 from .._program import Outputs
 from .._sharding import check_on_mesh, check_whole, ON_THE_MESH
 from .core import Core
+from .edits import run_segments, Step
 from .function import first, missing_key
 from .layers import ModeField
+from .parts import attribute, item, items, length
+from .reparametrised import computed
 from .rng import ModuleShards, seed_of
-from .usage import keywords, missing_attribute
+from .usage import keywords
 
 
 class TorchModule(eqx.nn.StatefulLayer):
@@ -34,6 +37,8 @@ class TorchModule(eqx.nn.StatefulLayer):
         stands under the first.
     - `buffers`: the initial values of the buffers that the forward changes, which then live in
         `equinox.nn.State`; None if there are none.
+    - `inserted`: what stands in place of submodules or their outputs, by the submodules' names; see
+        `patch` and `replace_module`.
     - `inference`: whether all layers are in evaluation mode; set by `equinox.nn.inference_mode`.
         It is no leaf but part of the structure, so that models of different modes have different
         structures.
@@ -47,20 +52,23 @@ class TorchModule(eqx.nn.StatefulLayer):
         {'bias': (2,), 'weight': (2, 3)}
     """
 
-    params: dict[str, jax.Array]
+    params: dict[str, Any]
     buffers: eqx.nn.StateIndex | None
+    inserted: dict[str, Any]
     core: Core = eqx.field(static=True)
     inference: bool = ModeField()  # pyright: ignore[reportAssignmentType]
 
     def __init__(
         self,
-        params: dict[str, jax.Array],
+        params: dict[str, Any],
         buffers: eqx.nn.StateIndex | None,
         inference: bool,
         core: Core,
+        inserted: dict[str, Any] | None = None,
     ) -> None:
         """Use `from_torch`."""
         self.params = params
+        self.inserted = inserted or {}
         self.buffers = buffers
         self.inference = inference
         self.core = core
@@ -105,12 +113,23 @@ class TorchModule(eqx.nn.StatefulLayer):
             return result
         if self.buffers is None or self.core.keeps_state(bool(self.inference)):
             return result, own.state
-        names = self.core.blueprint.names.state
-        new = dict(zip(names, new_buffers, strict=True))
+        new = dict(zip(self.core.stored, new_buffers, strict=True))
         return result, _updated(own.state, self.buffers, new)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(missing_attribute(vars(self).get("core"), name))
+        return attribute(self, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return item(self, index)
+
+    def __iter__(self) -> Iterator[Any]:
+        return items(self)
+
+    def __len__(self) -> int:
+        return length(self)
+
+    def __bool__(self) -> bool:
+        return True
 
     def __hash__(self) -> int:
         raise ModuleError(
@@ -145,7 +164,8 @@ class TorchModule(eqx.nn.StatefulLayer):
         init = self.buffers.init
         if changing or not isinstance(init, dict):
             raise ModuleError(_missing_state(self.core, changing, isinstance(init, dict)))
-        return _without_derivatives(self.core, init)
+        pairs = zip(self.core.blueprint.names.state, self.core.stored, strict=True)
+        return _without_derivatives(self.core, {name: init[stored] for name, stored in pairs})
 
 
 def _run(
@@ -157,16 +177,60 @@ def _run(
 ) -> Any:
     core = module.core
     inference = bool(module.inference)
+    params = computed(module.params)
+    check_arrays(core, params, buffers)
+    if not core.edits:
+        return _torch_call(core, inference, params, buffers, key, args, kwargs)
+    _check_specs(core)
+
+    def segment(log: Sequence[Step], values: Mapping[str, Any]) -> Any:
+        nonlocal buffers
+        own = (log, dict(values))
+        result, *new = _torch_call(core, inference, params, buffers, key, args, kwargs, own)
+        new_buffers = dict(zip(core.blueprint.names.state, new, strict=True))
+        buffers = _without_derivatives(core, new_buffers)
+        return result
+
+    result = run_segments(core.name, core.edits, module.inserted, segment, key)
+    return result, *buffers.values()
+
+
+def _check_specs(core: Core) -> None:
+    """`out_specs` are of the result; what is captured has no others, and a cut forward none."""
+    specs = core.options.out_specs
+    if specs is not None and (core.edits.cuts or not isinstance(specs, PartitionSpec)):
+        raise InputError(
+            f"`{core.name}` was converted with `out_specs=`, which say how its result is sharded, "
+            "but not how what JAX computes in the middle, or captures, is. Leave them out "
+            "(`from_torch(model)`) and call it inside `eqx_torch.filter_shard_map`, where JAX "
+            "computes shard by shard as torch does; to capture only, one spec is enough."
+        )
+
+
+def _torch_call(
+    core: Core,
+    inference: bool,
+    params: Mapping[str, Any],
+    buffers: dict[str, jax.Array],
+    key: jax.Array | None,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *own: Any,
+) -> Any:
+    """One torch call; `own` are further arguments of ours, in front of the user's."""
     names = core.blueprint.names
-    check_arrays(core, module.params, buffers)
     tensors = (
-        tuple(module.params[name] for name in names.parameters),
+        tuple(params[name] for name in names.parameters),
         tuple(buffers[name] for name in names.state),
     )
-    arguments = Arguments(core.function, (*tensors, False, inference, *args), kwargs)
+    arguments = Arguments(core.function, (*tensors, False, inference, *own, *args), kwargs)
     others = [x for x in arguments.arrays() if not any(x is b for b in buffers.values())]
     check_on_mesh(core.name, "buffer", buffers, others)
     restored = core.restored(Arguments(core.function, args, kwargs))
+    if own:
+        count = len(params) + len(buffers)
+        ours = len(arguments.arrays()) - len(restored)
+        restored = (*restored[:count], *(None,) * ours, *restored[count:])
     site = arguments.site(restored)
     out_specs = core.options.out_specs
     _, shards, outputs = outputs_of(core.function, core.infer, arguments, site, out_specs)
@@ -175,8 +239,8 @@ def _run(
         raise ModuleError(missing_key(core.name, draws, inference))
     seed = None
     if key is not None and draws != ():
-        seed = len(module.params) + len(buffers)
-        seeded = (*tensors, seed_of(key), inference, *args)
+        seed = len(params) + len(buffers)
+        seeded = (*tensors, seed_of(key), inference, *own, *args)
         arguments = Arguments(core.function, seeded, kwargs)
         restored = (*restored[:seed], None, *restored[seed:])
         core.function.learn_seeded(site, shards, arguments.site(restored), seed)
@@ -203,6 +267,7 @@ def _updated(
     each shard has its own statistics, until the caller averages them.
     """
     own = state.substate(index)
+    new = state.get(index) | new
     return state.update(jax.tree.unflatten(jax.tree.structure(own), jax.tree.leaves(new)))
 
 
@@ -213,13 +278,13 @@ def own_buffers(core: Core, index: eqx.nn.StateIndex, state: eqx.nn.State) -> di
     except KeyError:
         buffers = None
     names = core.blueprint.names.state
-    if not isinstance(buffers, dict) or set(buffers) != set(names):
+    if not isinstance(buffers, dict) or not buffers.keys() >= set(core.stored):
         raise ModuleError(
             f"the state passed to `{core.name}` is not its own: it holds nothing for the buffers "
             f"{first(names)}. Pass the state that was made with this model, "
             "`model, state = eqx.nn.make_with_state(from_torch)(module)`, or that it returned."
         )
-    return buffers
+    return {name: buffers[stored] for name, stored in zip(names, core.stored, strict=True)}
 
 
 def _without_derivatives(core: Core, buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -213,6 +213,7 @@ TorchModule(
     '0.bias': f32[3], '0.weight': f32[3,4], '1.bias': f32[3], '1.weight': f32[3]
   },
   buffers=StateIndex(marker='TorchModule.buffers', init=_Sentinel()),
+  inserted={},
   core=Sequential,
   inference=False
 )"""
