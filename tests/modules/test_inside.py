@@ -698,6 +698,7 @@ def test_derivatives_through_a_cut_are_refused(name):
         whole(X)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own use of it
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_transformations_of_torch_around_a_cut_are_refused(name):
     model = from_torch(Around(TRANSFORMATIONS[name]))
@@ -735,6 +736,7 @@ class Checkpointed(torch.nn.Module):
         return self.tail(y)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_of_torch_beside_a_cut(reentrant):
     model = from_torch(Checkpointed(reentrant))
