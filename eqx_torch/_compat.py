@@ -49,6 +49,8 @@ from jaxtyping._storage import (
     set_treepath_memo as _set_treepath_memo,
 )
 from torch._C import (
+    # What a derivative runs is told from what a forward runs by this alone.
+    _current_graph_task_id,
     # Whether torch has a batching rule for an operator, which public names do not say.
     _dispatch_has_kernel_for_dispatch_key as _has_kernel,
     # Public names make operators, but do not keep them from the kernels of one key.
@@ -128,9 +130,11 @@ __all__ = [
     "WithoutFunctionModes",
     "any_autocast",
     "from_dlpack",
+    "in_backward",
     "is_all_true",
     "is_functorch_wrapped_tensor",
     "leaf_prefix",
+    "levels_of_func",
     "set_forward_grad_enabled",
     "set_grad_enabled",
     "torch_function_modes",
@@ -311,6 +315,17 @@ def has_kernel(operator: Operator, key: str) -> bool:
 def outside_of_func() -> bool:
     """Whether no transformation of `torch.func` is active."""
     return _peek_interpreter_stack() is None
+
+
+def levels_of_func() -> tuple[int, int]:
+    """How many transformations of `torch.func` and levels of forward derivatives are active."""
+    stack = _peek_interpreter_stack()
+    return (0 if stack is None else stack.level()), torch.autograd.forward_ad._current_level
+
+
+def in_backward() -> bool:
+    """Whether torch's engine is computing a derivative in this thread."""
+    return _current_graph_task_id() != -1
 
 
 def fakes_without_memory() -> FakeTensorMode:

@@ -22,7 +22,7 @@ import equinox as eqx
 import jax
 import torch
 
-from .._compat import torch_tree, unwrapped
+from .._compat import in_backward, levels_of_func, torch_tree, TorchDispatchMode, unwrapped
 from .._dtypes import canonical_dtype, dtype_j2t
 from .._errors import ModuleError
 from .._program import own_generator
@@ -208,6 +208,43 @@ class _Cut(BaseException):
         self.given = given
 
 
+class _Derivatives(TorchDispatchMode):
+    """Sees whether a run takes derivatives: by the operators of a backward, or by asking."""
+
+    def __init__(self, run: "EditedRun") -> None:
+        super().__init__()
+        self._run = run
+        self._asked = _Asked(run)
+
+    def __enter__(self) -> Any:
+        self._asked.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        super().__exit__(*error)
+        self._asked.__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if in_backward():
+            self._run.check_derivative()
+        return func(*args, **(kwargs or {}))
+
+
+class _Asked(torch.overrides.TorchFunctionMode):
+    def __init__(self, run: "EditedRun") -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.autograd.grad, torch.Tensor.backward):
+            self._run.check_derivative()
+        return func(*args, **(kwargs or {}))
+
+
 class EditedRun:
     """One segment, in torch. Invariant: until `remove`, submodules of interest have a `forward` of
     their own, and afterwards are as they were.
@@ -220,6 +257,7 @@ class EditedRun:
         seeded: whether random numbers are drawn from a seed.
         log: the calls that are done, from an earlier segment.
         values: in place of the outputs of submodules.
+        tried: whether this run finds out shapes; then it also looks for derivatives.
     """
 
     def __init__(
@@ -231,6 +269,7 @@ class EditedRun:
         seeded: bool,
         log: Sequence[Step],
         values: Mapping[str, Any],
+        tried: bool,
     ) -> None:
         self._name = name
         self._edits = edits
@@ -240,6 +279,10 @@ class EditedRun:
         self._position = 0
         self._values = values
         self._items: list[Any] = []
+        self._tried = tried
+        self._depth = 0  # of calls that do not run again
+        self._over = False
+        self._levels = levels_of_func()
         self._undo = contextlib.ExitStack()
         for path, submodule in module.named_modules():
             if path in edits.captured:
@@ -251,14 +294,37 @@ class EditedRun:
 
     def run(self, call: Callable[[], Any]) -> tuple[str, Any, list[Any]]:
         """The path of the cut and what JAX is given there, or "" and the result; and the log."""
+        looks = self._tried and bool(self._edits.cuts)
         try:
-            return "", call(), self._items
+            with _Derivatives(self) if looks else contextlib.nullcontext():
+                return "", call(), self._items
         except _Cut as cut:
             return cut.path, _numbers_as_text(cut.given), self._items
+        finally:
+            self._over = True
 
     def remove(self) -> None:
         """Leaves the module as it was."""
         self._undo.close()
+
+    def check_derivative(self) -> None:
+        """Raises if a derivative may lead through what JAX computes, which is no part of it."""
+        if not self._depth:
+            raise ModuleError(
+                f"the forward of `{self._name}` takes a derivative in code around what JAX "
+                f"computes ({self._edits.cuts[0]}), which torch cannot differentiate there. Take "
+                "the derivative in JAX (convert the module that is differentiated), or replace a "
+                "module outside of that code."
+            )
+
+    def _check_level(self, path: str) -> None:
+        if levels_of_func() != self._levels:
+            raise ModuleError(
+                f"the forward of `{self._name}` calls {path} inside of a transformation of torch's "
+                "(`torch.func`, forward-mode derivatives), where it can neither be captured nor "
+                "computed by JAX. Transform in JAX (convert the module that is transformed), or "
+                "name a module outside of it."
+            )
 
     def check_state(self, changed: Sequence[str]) -> None:
         """Raises if buffers were changed by code that runs again after the cut."""
@@ -284,6 +350,9 @@ class EditedRun:
 
     def _watch(self, path: str, module: torch.nn.Module) -> None:
         def hook(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self._over:
+                return
+            self._check_level(path)
             if self._next(f"captured:{path}") is None:
                 seen = (args, kwargs, output) if self._edits.inputs else output
                 self._items.append([f"captured:{path}", _copied(seen)])
@@ -319,6 +388,12 @@ class EditedRun:
         edits = self._edits
 
         def logged(*args: Any, **kwargs: Any) -> Any:
+            around = path in edits.cuts or _holds(path, edits.cuts)
+            if around:
+                self._check_level(path)
+                self._check_not_over(path)
+            if self._over or levels_of_func() != self._levels:
+                return forward(*args, **kwargs)
             step = self._next(path)
             if step is not None and step[1] is not None:
                 return self._handed(*step[1:])
@@ -330,11 +405,19 @@ class EditedRun:
                 output, inner = self._apart(forward, args, kwargs)
                 self._items.append([f"mapped:{path}", self._random_after(path, before), inner])
                 raise _Cut(path, output)
-            if step is None and not _holds(path, edits.cuts):
+            if step is None and not around:
                 return self._whole(path, forward, args, kwargs)
             return forward(*args, **kwargs)
 
         return logged
+
+    def _check_not_over(self, path: str) -> None:
+        if self._over:
+            raise ModuleError(
+                f"{path} of `{self._name}` runs again for a derivative (`torch.utils.checkpoint`), "
+                "which it cannot where JAX computes a part of it. Turn checkpoints off in torch, "
+                "and use `jax.checkpoint`."
+            )
 
     def _next(self, path: str) -> Step | None:
         """The logged call, if it is the next."""
@@ -367,10 +450,12 @@ class EditedRun:
     def _apart(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
         """The result of a call, and what was logged inside of it."""
         outer, self._items = self._items, []
+        self._depth += 1
         try:
             return forward(*args, **kwargs), self._items
         finally:
             self._items = outer
+            self._depth -= 1
 
     def _random_after(self, path: str, before: Any) -> Any:
         """The state of the random generator, for the next segment to go on from."""

@@ -232,7 +232,7 @@ class ModuleFunction(TorchFunction):
             skeleton.bind(parameters, state)
             edited: list[Callable[[], None]] = []
             with skeleton.reads() as reads:
-                result = self._run(skeleton, rest, kwargs, (inference, False), edited.append)
+                result = self._run(skeleton, rest, kwargs, (inference, False), edited.append, True)
             _end(edited)
             new_state = skeleton.state()
             triples = zip(self.blueprint.names.state, state, new_state, strict=True)
@@ -291,6 +291,7 @@ class ModuleFunction(TorchFunction):
         kwargs: Mapping[str, Any],
         mode: tuple[bool, bool],
         at_end: Callable[[Callable[[], None]], None],
+        tried: bool = False,
     ) -> Any:
         call = (
             skeleton.module if self.method == "forward" else getattr(skeleton.module, self.method)
@@ -298,7 +299,7 @@ class ModuleFunction(TorchFunction):
         if not self.edits:
             return call(*args, **kwargs)
         (log, values), *args = args
-        run = EditedRun(self.name, self.edits, skeleton.module, *mode, log, values)
+        run = EditedRun(self.name, self.edits, skeleton.module, *mode, log, values, tried)
         at_end(run.remove)
         before = [(b, b._version) for b in skeleton.state()]
         result = run.run(functools.partial(call, *args, **kwargs))

@@ -624,6 +624,141 @@ def test_caches_are_refused():
         replace_module(model, "layer", lambda x, cache: jnp.sin(x))(X)
 
 
+class Energy(torch.nn.Module):
+    """A sum of two paths, of which one leads through `act`."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.act, self.last = (
+            torch.nn.Linear(3, 4),
+            torch.nn.Tanh(),
+            torch.nn.Linear(4, 1),
+        )
+
+    def forward(self, x):
+        return self.last(self.act(self.first(x))).sum() + (x**2).sum()
+
+
+class Around(torch.nn.Module):
+    def __init__(self, around):
+        super().__init__()
+        self.energy, self.around = Energy(), around
+
+    def forward(self, x):
+        with torch.enable_grad():
+            return self.around(self.energy, x)
+
+
+def by_grad(energy, x):
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(energy(x), x, create_graph=True)[0]
+
+
+def by_backward(energy, x):
+    x = x.detach().requires_grad_()
+    torch.autograd.backward([energy(x)], inputs=[x])
+    return x.grad
+
+
+def by_dual_numbers(energy, x):
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        return torch.autograd.forward_ad.unpack_dual(energy(dual)).tangent
+
+
+DERIVATIVES = {
+    "grad": by_grad,
+    "backward": by_backward,
+    "jacobian": lambda energy, x: torch.autograd.functional.jacobian(energy, x),
+}
+TRANSFORMATIONS = {
+    "func.grad": lambda energy, x: torch.func.grad(energy)(x),
+    "func.jvp": lambda energy, x: torch.func.jvp(energy, (x,), (torch.ones_like(x),))[1],
+    "func.vmap": lambda energy, x: torch.func.vmap(energy)(x),
+    "dual numbers": by_dual_numbers,
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_derivatives_through_a_cut_are_refused(name):
+    """They would be those of the other path."""
+    model = from_torch(Around(DERIVATIVES[name]))
+    y, captured = capture(model, "energy.act")(X)
+    assert_trees_equal(y, model(X), exact=True)
+    assert captured["energy.act"].shape == (5, 4)
+    for edited in (
+        replace_module(model, "energy.act", jnp.tanh),
+        patch(model, {"energy.first": lambda h: h}),
+    ):
+        for call, x in ((edited, X), (eqx.filter_jit(edited), X), (jax.vmap(edited), X[None])):
+            with pytest.raises(ModuleError, match="takes a derivative in code around what JAX"):
+                call(x)
+    whole = replace_module(model, "energy", lambda x: (x**2).sum())
+    with pytest.raises(ModuleError, match="takes a derivative in code around what JAX computes"):
+        whole(X)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own use of it
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_transformations_of_torch_around_a_cut_are_refused(name):
+    model = from_torch(Around(TRANSFORMATIONS[name]))
+    for edited in (
+        replace_module(model, "energy.act", jnp.tanh),
+        patch(model, {"energy.first": lambda h: h}),
+        capture(model, "energy.act"),
+    ):
+        with pytest.raises(ModuleError, match=r"inside of a transformation of torch's"):
+            edited(X)
+
+
+def test_derivatives_beside_a_cut():
+    """Whole in a submodule that finishes, or before what is called again."""
+    for name in ("grad", "func.grad"):
+        way = {**DERIVATIVES, **TRANSFORMATIONS}[name]
+        net = torch.nn.Sequential(Around(way), torch.nn.Tanh(), Around(way))
+        model = from_torch(net)
+        edited = replace_module(model, "1", jnp.tanh)
+        assert_trees_equal(edited(X), model(X), rtol=1e-4, atol=1e-5)
+        grad = eqx.filter_grad(lambda m: m(X).sum())
+        name = "0.energy.first.weight"
+        assert_trees_equal(
+            grad(edited).params[name], grad(model).params[name], rtol=1e-4, atol=1e-5
+        )
+
+
+class Checkpointed(torch.nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.net, self.tail, self.reentrant = Net(), torch.nn.Tanh(), reentrant
+
+    def forward(self, x):
+        y = torch.utils.checkpoint.checkpoint(self.net, x, use_reentrant=self.reentrant)
+        return self.tail(y)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_of_torch_beside_a_cut(reentrant):
+    model = from_torch(Checkpointed(reentrant))
+    edited = replace_module(model, "tail", jnp.tanh)
+    grad = eqx.filter_grad(lambda m: m(X).sum())
+    assert_trees_equal(edited(X), model(X), atol=1e-6)
+    assert_trees_equal(grad(edited).params, grad(model).params, rtol=1e-4, atol=1e-5)
+    (_, captured), grads = eqx.filter_value_and_grad(
+        lambda m: (lambda y, c: (y.sum(), c))(*m(X)), has_aux=True
+    )(capture(model, "net.layers.*"))
+    assert len(captured) == 3
+    assert_trees_equal(grads.params, grad(model).params, rtol=1e-4, atol=1e-5)
+
+
+def test_checkpoints_of_torch_around_a_cut():
+    module = Checkpointed(reentrant=False)
+    model = replace_module(from_torch(module), "net.layers.1", Twin(module.net.layers[1]))
+    assert_trees_equal(model(X), module(torch.from_numpy(X)).detach(), atol=1e-5)
+    with pytest.raises(Exception, match="runs again for a derivative.*Turn checkpoints off"):
+        eqx.filter_grad(lambda m: m(X).sum())(model)
+
+
 def test_calls_that_their_output_does_not_tell_run_again():
     """One that writes to its argument, gives it back, or changes an object that it is given."""
 

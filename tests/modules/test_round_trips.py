@@ -231,7 +231,7 @@ def test_what_is_shown():
     assert [line.strip().rstrip(",") for line in lines[2:22]] == [
         f"'{i}.{name}" for i in range(10) for name in ("weight': f32[200,200]", "bias': f32[200]")
     ]
-    assert len(lines) == 20 + 7
+    assert len(lines) == 20 + 8
 
 
 def doubled(module: torch.nn.Module, args: Any, result: Any) -> Any:
