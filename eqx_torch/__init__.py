@@ -24,13 +24,20 @@ from ._errors import (
 from ._filter_shard_map import filter_shard_map as filter_shard_map
 from ._function import __getattr__ as __getattr__, torch2jax as torch2jax
 from ._module import (
+    capture as capture,
     from_torch as from_torch,
+    fsdp as fsdp,
     load_state_dict as load_state_dict,
+    patch as patch,
+    reparametrise as reparametrise,
+    replace_module as replace_module,
+    select as select,
     stack_modules as stack_modules,
     state_dict as state_dict,
     to_torch as to_torch,
     TorchModule as TorchModule,
     trainable as trainable,
+    unstack_modules as unstack_modules,
 )
 from ._timeline import Timeline as Timeline, timeline as timeline
 

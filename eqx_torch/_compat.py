@@ -56,6 +56,8 @@ from jaxtyping._storage import (
     set_treepath_memo as _set_treepath_memo,
 )
 from torch._C import (
+    # What a derivative runs is told from what a forward runs by this alone.
+    _current_graph_task_id,
     # Whether torch has a batching rule for an operator, which public names do not say.
     _dispatch_has_kernel_for_dispatch_key as _has_kernel,
     # Public names make operators, but do not keep them from the kernels of one key.
@@ -84,6 +86,7 @@ from torch._C import (
 )
 from torch._C._functorch import (
     # What memory a tensor has is not to be asked of a wrapper; no public name tells wrappers.
+    get_unwrapped,
     is_functorch_wrapped_tensor as is_functorch_wrapped_tensor,
     # Batching rules are missing for some operators that take a generator, which matters but then.
     peek_interpreter_stack as _peek_interpreter_stack,
@@ -114,6 +117,10 @@ from torch.multiprocessing.reductions import (
     # autograd is another object than the one that the operator has given.
     StorageWeakRef as StorageWeakRef,
 )
+from torch.utils import (
+    # Opens what torch code passes on, such as the library's own results; torch.utils has no other.
+    _pytree as torch_tree,
+)
 from torch.utils._python_dispatch import (
     # Copies of real storages are taken in the middle of a run on fake tensors.
     _disable_current_modes as without_modes,
@@ -130,13 +137,16 @@ __all__ = [
     "WithoutFunctionModes",
     "any_autocast",
     "from_dlpack",
+    "in_backward",
     "is_all_true",
     "is_functorch_wrapped_tensor",
     "leaf_prefix",
+    "levels_of_func",
     "outside_of_transformations",
     "set_forward_grad_enabled",
     "set_grad_enabled",
     "torch_function_modes",
+    "torch_tree",
     "without_modes",
 ]
 
@@ -332,6 +342,17 @@ def outside_of_func() -> bool:
     return _peek_interpreter_stack() is None
 
 
+def levels_of_func() -> tuple[int, int]:
+    """How many transformations of `torch.func` and levels of forward derivatives are active."""
+    stack = _peek_interpreter_stack()
+    return (0 if stack is None else stack.level()), torch.autograd.forward_ad._current_level
+
+
+def in_backward() -> bool:
+    """Whether torch's engine is computing a derivative in this thread."""
+    return _current_graph_task_id() != -1
+
+
 def fakes_without_memory() -> FakeTensorMode:
     """Operators give fake tensors, which raise where their memory is asked for.
 
@@ -521,3 +542,10 @@ def is_checking_layer(fn: types.FunctionType) -> bool:
     """
     ours = fn.__code__.co_filename == jaxtyped.__code__.co_filename
     return ours and "param_signature" in fn.__code__.co_freevars
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that torch.func's transformations have wrapped: no public API tells."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor

@@ -94,6 +94,13 @@ class Call:
         """The call site, where arrays are given these dtypes before torch sees them."""
         return Site(self.structure, self.statics, restored, self._ambient, self.own)
 
+    def without_handed(self) -> "Call":
+        """The call with the user's arguments only."""
+        assert self.own is not None
+        own = dataclasses.replace(self.own, handed=0)
+        arrays = self.arrays[: self.num_own]
+        return Call(self.name, self.args[self.own.handed :], self.kwargs, own, arrays)
+
     @property
     def num_own(self) -> int:
         """How many of the arrays are not among the arguments."""
@@ -101,12 +108,13 @@ class Call:
 
     def _refuse_foreign(self) -> None:
         among = iter(self.types[self.num_own :])
+        handed = 0 if self.own is None else self.own.handed
         for path, static in zip(leaf_paths(self.structure), self.statics, strict=True):
             value = next(among) if static is None else static.value
             if isinstance(value, torch.Tensor | jax.ShapeDtypeStruct):
-                raise _foreign(self.name, value, argument_name(path))
+                raise _foreign(self.name, value, argument_name(path, handed))
             if static is None and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-                raise DtypeError(_no_key(self.name, argument_name(path), value))
+                raise DtypeError(_no_key(self.name, argument_name(path, handed), value))
 
 
 class PerShard:

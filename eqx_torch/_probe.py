@@ -331,7 +331,7 @@ def _numbers(site: Site) -> str:
     """The Python numbers of a call, by name."""
     pairs = zip(leaf_paths(site.structure), site.statics, strict=True)
     return ", ".join(
-        f"{argument_name(path)} {static.value!r}"
+        f"{argument_name(path, site.handed)} {static.value!r}"
         for path, static in pairs
         if static is not None and type(static.value) in (int, float, complex)
     )

@@ -130,7 +130,8 @@ def _with_options(
     _check_method(core.blueprint.module, options.method)
     annotated = signature_of(core.blueprint.module, options)
     examples = Examples.of(core.name, *widened(annotated, example_args, example_kw))
-    return dataclasses.replace(model, core=Core(core.blueprint, core.dtypes, options, examples))
+    own = Core(core.blueprint, core.dtypes, options, examples, core.edits, core.stored)
+    return dataclasses.replace(model, core=own)
 
 
 def _names(

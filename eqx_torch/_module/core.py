@@ -17,8 +17,12 @@ from .._invoke import Call, Prepared, Restored
 from .._program import Compiled, Lock, Residuals, Site, Spec, TorchFunction, VmapMethod
 from .._shapes import Declaration, Inference, OutputShapes
 from .blueprint import Blueprint
+from .edits import Edits
 from .function import ModuleCode
 from .layers import changing_buffers, drawing_layers
+
+
+_NO_EDITS = Edits()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +61,10 @@ class Core:
         blueprint: the module without its tensors.
         dtypes: torch's own dtypes of the parameters and of the state.
         examples: of the method's arguments, if there are any.
+        edits: what is watched and replaced inside.
+        stored: the names under which a model's state has the buffers that change: those of the
+            whole model, where this is a part of one.
+        parts: the cores of submodules that were asked for, and their parameters' names here.
         code: the method, as the code of the function.
         function: the method as a torch function.
         infer: gives the outputs of the function.
@@ -69,13 +77,18 @@ class Core:
         dtypes: tuple[torch.dtype, ...],
         options: Options,
         examples: Examples | None,
+        edits: Edits = _NO_EDITS,
+        stored: tuple[str, ...] | None = None,
     ) -> None:
         self.blueprint = blueprint
+        self.edits = edits
+        self.stored = blueprint.names.state if stored is None else stored
         self.dtypes = dtypes
         self.options = options
         self.examples = examples
+        self.parts: dict[tuple[str, ...], tuple[Core, tuple[str, ...]]] = {}
         self._compiled = Compiled()
-        self.code = ModuleCode(blueprint, options.method)
+        self.code = ModuleCode(blueprint, options.method, edits)
         self.name = self.code.name
         self.function = TorchFunction(
             self.code,
@@ -87,7 +100,7 @@ class Core:
         )
         signature = signature_of(blueprint.module, options)
         self._annotations = Annotated(signature)
-        declaration = _ModuleDeclaration(blueprint, options, signature, examples)
+        declaration = _ModuleDeclaration(blueprint, options, signature, examples, bool(edits))
         self.infer = Inference(self.function, declaration)
         self.known: dict[Hashable, Prepared] = {}
 
@@ -107,7 +120,11 @@ class Core:
     def restored(self, call: Call) -> Restored:
         """The torch dtypes to give to parameters, state and arguments before torch sees them."""
         own = restored_own(self.dtypes, len(self.blueprint.parameters))
-        return own + (self.examples or self._annotations).restored(call)
+        if not self.edits:
+            return own + (self.examples or self._annotations).restored(call)
+        users = call.without_handed()
+        handed = (None,) * (len(call.arrays) - len(users.arrays))
+        return own + handed + (self.examples or self._annotations).restored(users)
 
     def draws(
         self, site: Site, in_specs: tuple[Spec, ...], inference: bool
@@ -124,6 +141,8 @@ class Core:
             self.blueprint,
             self.dtypes,
             self.options.key(),
+            self.edits,
+            self.stored,
             self.examples and self.examples.key(),
         )
 
@@ -158,7 +177,8 @@ class Core:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled by the torch module without its parameters, and the options."""
-        return Core, (self.blueprint, self.dtypes, self.options, self.examples)
+        own = (self.blueprint, self.dtypes, self.options, self.examples, self.edits, self.stored)
+        return Core, own
 
 
 class _ModuleDeclaration(Declaration):
@@ -170,14 +190,18 @@ class _ModuleDeclaration(Declaration):
         options: Options,
         signature: Signature | None,
         examples: Examples | None,
+        edited: bool,
     ) -> None:
         super().__init__(options.output_shapes, signature, examples and examples.specs)
+        self._edited = edited
         count = len(blueprint.parameters)
         self._state = range(count, count + len(blueprint.state))
 
     def outputs(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], in_specs: tuple[Spec, ...]
     ) -> tuple[Any, str] | None:
+        if self._edited:  # what is declared is the result of the whole, not of a segment
+            return None
         declared = super().outputs(args, kwargs, in_specs[self._state.stop :])
         if declared is None:
             return None

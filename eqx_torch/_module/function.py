@@ -22,6 +22,7 @@ from .._program import drawing_from, Kept, Learnt, Own, own_generator, Run, Site
 from .._trees import flatten_result, Structure
 from .._watch import Draws, storage_key, Watch
 from .blueprint import Blueprint, Skeleton
+from .edits import check_generator, EditedRun, Edits
 from .layers import projection
 from .rng import seeded
 from .traces import GeneratorState, Reads, stale_tensor
@@ -31,10 +32,11 @@ SEED = Spec((2,), np.dtype("uint32"))
 
 _CPU = torch.device("cpu")
 _UNCHANGED = contextlib.nullcontext()
+_NO_EDITS = Edits()
 
 
 class ModuleCode:
-    """See the module's docstring. Equal where blueprint and method are.
+    """See the module's docstring. Equal where blueprint, method and edits are.
 
     Attributes:
         changed_state: the buffers that the last trial changed.
@@ -43,12 +45,14 @@ class ModuleCode:
 
     isolated = True
 
-    def __init__(self, blueprint: Blueprint, method: str) -> None:
+    def __init__(self, blueprint: Blueprint, method: str, edits: Edits = _NO_EDITS) -> None:
         self.blueprint = blueprint
         self.method = method
+        self.edits = edits
         self.name = type(blueprint.module).__name__
         self.python = getattr(blueprint.module, method)
         self.near = blueprint.module
+        self._key = blueprint, method, edits
         self.num_own = len(blueprint.parameters) + len(blueprint.state)
         self.copies = range(len(blueprint.parameters), self.num_own)
         self.changed_state: set[str] = set()
@@ -61,12 +65,10 @@ class ModuleCode:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if not isinstance(other, ModuleCode):
-            return False
-        return self.method == other.method and self.blueprint == other.blueprint
+        return isinstance(other, ModuleCode) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash((self.blueprint, self.method))
+        return hash(self._key)
 
     @functools.cached_property
     def own(self) -> dict[tuple[bool, bool], Own]:
@@ -81,6 +83,7 @@ class ModuleCode:
                 trained,
                 len(labels) if seeded else None,
                 inference,
+                handed=int(bool(self.edits)),  # what one segment hands to the next
             )
             for inference in (False, True)
             for seeded in (False, True)
@@ -97,6 +100,8 @@ class ModuleCode:
             skeleton = pool.borrow()
             skeleton.set_mode(inference)
             args, kwargs = site.arguments(arrays[first:])
+            if seed is not None:
+                check_generator(self.name, self.edits.cuts, arrays[seed].device)
             parameters = arrays[:count]
             # To look for what a call leaves behind takes long, and one look tells whether it does.
             usual = habits.get(functional)
@@ -108,7 +113,8 @@ class ModuleCode:
             drawing = self._unseeded(inference) if seed is None else self._seeding(arrays[seed])
             reads = skeleton.reads() if usual is None and not tried else None
             with drawing, reads or _UNCHANGED:
-                result = self._run(skeleton, args, kwargs)
+                mode = inference, seed is not None
+                result = self._run(skeleton, args, kwargs, mode, self._held.items.append)
             new_state = skeleton.state()
             changed = skeleton.changed_constants()
             if changed:
@@ -175,8 +181,10 @@ class ModuleCode:
             look = _Look(skeleton, parameters)
             modes.enter_context(_unoptimised(skeleton.module))
             skeleton.bind(parameters, state)
+            mode, edited = (own.inference, False), list[Callable[[], None]]()
             with skeleton.reads() as reads:
-                result = self._run(skeleton, args, kwargs)
+                result = self._run(skeleton, args, kwargs, mode, edited.append, True)
+            _end(edited)
             new_state = skeleton.state()
             triples = zip(self.blueprint.names.state, state, new_state, strict=True)
             self.changed_state = {
@@ -196,7 +204,8 @@ class ModuleCode:
             if numbers:  # some are set once for all, others are another number with every call
                 skeleton.bind(parameters, state)
                 with contextlib.suppress(Exception):
-                    self._run(skeleton, args, kwargs)
+                    self._run(skeleton, args, kwargs, mode, edited.append)
+                _end(edited)
                 skeleton.unbind()
                 again = {path: new for path, _, new in skeleton.trace.numbers(changes)}
                 numbers = [number for number in numbers if again.get(number[0]) != number[2]]
@@ -212,10 +221,31 @@ class ModuleCode:
         self._quiet.add(site.own.inference)
         self._tell(*self._left)
 
-    def _run(self, skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if self.method == "forward":
-            return skeleton.module(*args, **kwargs)
-        return getattr(skeleton.module, self.method)(*args, **kwargs)
+    def _run(
+        self,
+        skeleton: Skeleton,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        mode: tuple[bool, bool],
+        at_end: Callable[[Callable[[], None]], None],
+        tried: bool = False,
+    ) -> Any:
+        call = (
+            skeleton.module if self.method == "forward" else getattr(skeleton.module, self.method)
+        )
+        if not self.edits:
+            return call(*args, **kwargs)
+        (log, values), *args = args
+        run = EditedRun(self.name, self.edits, skeleton.module, *mode, log, values, tried)
+        at_end(run.remove)
+        before = [(b, b._version) for b in skeleton.state()]
+        result = run.run(functools.partial(call, *args, **kwargs))
+        if result[0]:
+            triples = zip(self.blueprint.names.state, before, skeleton.state(), strict=True)
+            run.check_state(
+                [n for n, (old, v), new in triples if new is not old or new._version != v]
+            )
+        return result
 
     def _unseeded(self, inference: bool) -> contextlib.AbstractContextManager[None]:
         return _UNCHANGED if inference in self._quiet else self._tried(inference)

@@ -19,6 +19,7 @@ from .core import Core
 from .function import first
 from .layers import set_training
 from .module import misshapen, own_buffers, TorchModule
+from .reparametrised import computed, Reparametrised
 from .walk import copied
 
 
@@ -81,7 +82,10 @@ def state_dict(model: TorchModule, state: eqx.nn.State | None = None) -> dict[st
 
 
 def load_state_dict(
-    model: TorchModule, sd: Mapping[str, Any], state: eqx.nn.State | None = None
+    model: TorchModule,
+    sd: Mapping[str, Any],
+    state: eqx.nn.State | None = None,
+    strict: bool = True,
 ) -> Any:
     """A model with the values of a `state_dict`.
 
@@ -90,6 +94,8 @@ def load_state_dict(
     - `model`: the model, which is left as it is.
     - `sd`: torch tensors by torch's names, as `state_dict` or `torch.load` gives them.
     - `state`: the model's state, if it has one.
+    - `strict`: whether `sd` has to have all names of the model, and no others. If not, what it
+        lacks keeps its value, and what the model lacks is left out.
 
     **Returns:**
 
@@ -97,8 +103,8 @@ def load_state_dict(
 
     **Raises:**
 
-    What torch's own `load_state_dict(strict=True)` raises for names and shapes that do not fit;
-    `ModuleError` as `to_torch` does.
+    What torch's own `load_state_dict` raises for names and shapes that do not fit; `ModuleError`
+    as `to_torch` does, and if parameters are computed (`reparametrise`).
 
     !!! example
 
@@ -110,8 +116,14 @@ def load_state_dict(
         True
     """
     _check_model("load_state_dict", model)
+    computed_names = [n for n, p in model.params.items() if isinstance(p, Reparametrised)]
+    if computed_names:
+        raise ModuleError(
+            f"`load_state_dict` sets parameters, but those of `{model.core.name}` are computed "
+            f"({first(computed_names)}). Load them before `reparametrise` or `fsdp`."
+        )
     module = _torch_module(model, state)
-    module.load_state_dict(sd)
+    module.load_state_dict(sd, strict=strict)
     names = model.core.blueprint.names
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     params = {name: _like(model.params[name], tensors[name]) for name in names.parameters}
@@ -119,10 +131,12 @@ def load_state_dict(
     if model.buffers is None:
         return new if state is None else (new, state)
     old = _buffers(model, state)
-    buffers = {name: _like(old[name], tensors[name]) for name in names.state}
+    pairs = zip(names.state, model.core.stored, strict=True)
+    buffers = {stored: _like(old[name], tensors[name]) for name, stored in pairs}
     if state is not None:
-        return new, state.set(model.buffers, buffers)
-    return eqx.tree_at(lambda m: m.buffers.init, new, buffers)
+        return new, state.set(model.buffers, state.get(model.buffers) | buffers)
+    init: Any = model.buffers.init
+    return eqx.tree_at(lambda m: m.buffers.init, new, init | buffers)
 
 
 def _torch_module(model: TorchModule, state: eqx.nn.State | None) -> torch.nn.Module:
@@ -131,8 +145,9 @@ def _torch_module(model: TorchModule, state: eqx.nn.State | None) -> torch.nn.Mo
     names = blueprint.names
     count = len(names.parameters)
     buffers = _buffers(model, state)
-    arrays = [model.params[n] for n in names.parameters] + [buffers[n] for n in names.state]
-    _check_shapes(core, model.params | buffers)
+    params = computed(model.params)
+    arrays = [params[n] for n in names.parameters] + [buffers[n] for n in names.state]
+    _check_shapes(core, {**params, **buffers})
     placeholders = [*blueprint.parameters, *blueprint.state]
     constants = blueprint.constants
     memo: dict[int, Any] = {id(constants[i]): t.clone() for i, t in blueprint.precise.items()}
@@ -157,6 +172,13 @@ def _check_model(function: str, model: Any) -> None:
             f"`{function}` takes a model made by `from_torch`, but got a "
             f"{type(model).__name__}{already}.{remedy}"
         )
+    inserted = ", ".join(model.core.edits.inserted)
+    if inserted:
+        raise ModuleError(
+            f"`{function}` gives what torch has of a model, but JAX stands in place of {inserted} "
+            f"in `{model.core.name}`. Save it by `eqx.tree_serialise_leaves`, or "
+            f"take the parts that are torch's, such as `{function}(model[name])`."
+        )
 
 
 def _check_shapes(core: Core, arrays: Mapping[str, Any]) -> None:
@@ -176,7 +198,7 @@ def _core_for(model: TorchModule, module: torch.nn.Module, names: Names) -> Core
     precise = ((t, old.blueprint.precise[i]) for i, t in blueprint.precise.items())
     if all(torch.equal(a, b) for a, b in (*pairs, *precise)):
         return old
-    return Core(blueprint, old.dtypes, old.options, old.examples)
+    return Core(blueprint, old.dtypes, old.options, old.examples, old.edits, old.stored)
 
 
 def _like(old: jax.Array, tensor: torch.Tensor) -> jax.Array:
@@ -189,14 +211,16 @@ def _buffers(model: TorchModule, state: eqx.nn.State | None) -> dict[str, jax.Ar
     if model.buffers is None:
         return {}
     if state is not None:
-        return state.get(model.buffers)
+        return own_buffers(model.core, model.buffers, state)
     if not isinstance(model.buffers.init, dict):
         names = first(model.core.blueprint.names.state)
         raise ModuleError(
             f"`{model.core.name}` has buffers ({names}) that live in its state. Pass it, with "
             "`state=state`."
         )
-    return model.buffers.init
+    pairs = zip(model.core.blueprint.names.state, model.core.stored, strict=True)
+    init: Any = model.buffers.init
+    return {name: init[stored] for name, stored in pairs}
 
 
 _PAIRS = (
@@ -285,12 +309,52 @@ def stack_modules(models: Iterable[Any]) -> Any:
     return stack, _stacked_states(models)
 
 
+def unstack_modules(stack: Any) -> list[Any]:
+    """The members of an ensemble, the reverse of `stack_modules`.
+
+    **Arguments:**
+
+    - `stack`: what `stack_modules` gives, or what became of it: a `TorchModule` with a leading axis
+        on every array, or the pair of it and its state.
+
+    **Returns:**
+
+    A list of `TorchModule`s, or of pairs.
+
+    **Raises:**
+
+    `ModuleError` if the arrays have no common leading axis.
+
+    !!! example
+
+        >>> import torch
+        >>> from eqx_torch import from_torch
+        >>> ensemble = stack_modules([from_torch(torch.nn.Linear(3, 2)) for _ in range(4)])
+        >>> [model.params["bias"].shape for model in unstack_modules(ensemble)]
+        [(2,), (2,), (2,), (2,)]
+    """
+    arrays, rest = eqx.partition(stack, eqx.is_array)
+    sizes = {x.shape[:1] for x in jax.tree.leaves(arrays)}
+    if len(sizes) != 1 or () in sizes:
+        raise ModuleError(
+            "`unstack_modules` takes what `stack_modules` gives, whose arrays have one leading "
+            f"axis, but the arrays of {type(stack).__name__} have the leading sizes "
+            f"{sorted(size[0] if size else 'none' for size in sizes)}."
+        )
+    ((count,),) = sizes
+    member = lambda i: jax.tree.map(lambda x: x[i], arrays)  # noqa: E731
+    return [eqx.combine(member(i), rest) for i in range(count)]
+
+
 def _stacked_models(models: Sequence[Any]) -> TorchModule:
     first = models[0]
     for i, model in enumerate(models):
         _check_member(i, model, first)
-    params = _stacked([m.params for m in models])
-    stack = eqx.tree_at(lambda m: m.params, first, params)
+    params, inserted = (
+        jax.tree.map(_stacked_arrays, *(getattr(m, name) for m in models))
+        for name in ("params", "inserted")
+    )
+    stack = dataclasses.replace(first, params=params, inserted=inserted)
     if not _holds_state(first):
         return stack
     init = _stacked([m.buffers.init for m in models])
@@ -337,6 +401,10 @@ def _stacked(trees: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *xs: jnp.stack(xs), *trees)
 
 
+def _stacked_arrays(*xs: Any) -> Any:
+    return jnp.stack(xs) if eqx.is_array(xs[0]) else xs[0]
+
+
 def _is_pair(x: Any) -> bool:
     return isinstance(x, tuple) and len(x) == 2 and isinstance(x[1], eqx.nn.State)
 
@@ -350,7 +418,18 @@ def _marked(node: Any) -> Any:
         return False
     names = node.core.blueprint.names.parameters
     flags = {
-        name: p.requires_grad for name, p in zip(names, node.core.blueprint.parameters, strict=True)
+        name: _flags(node.params[name], p.requires_grad)
+        for name, p in zip(names, node.core.blueprint.parameters, strict=True)
     }
     nothing = jax.tree.map(lambda _: False, node)
-    return eqx.tree_at(lambda m: m.params, nothing, flags)
+    inserted = jax.tree.map(eqx.is_inexact_array, node.inserted)
+    return dataclasses.replace(nothing, params=flags, inserted=inserted)
+
+
+def _flags(param: Any, flag: bool) -> Any:
+    """What is trained of a parameter, or of what computes it."""
+    if not isinstance(param, Reparametrised):
+        return flag
+    return Reparametrised(
+        _flags(param.weight, flag), jax.tree.map(eqx.is_inexact_array, param.function)
+    )

@@ -1,22 +1,26 @@
 """`TorchModule`: a torch module as an Equinox module."""
 
 import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.core
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 from .._compat import axes_of_type
 from .._errors import InputError, ModuleError
 from .._invoke import Call, divided, outputs_of, Prepared, prepared
 from .._sharding import check_on_mesh, check_whole, ON_THE_MESH
 from .core import Core
+from .edits import run_segments, Step
 from .function import first, missing_key
 from .layers import ModeField
+from .parts import attribute, item, items, length
+from .reparametrised import computed
 from .rng import ModuleShards, seed_of
-from .usage import keywords, missing_attribute
+from .usage import keywords
 
 
 class TorchModule(eqx.nn.StatefulLayer):
@@ -32,6 +36,8 @@ class TorchModule(eqx.nn.StatefulLayer):
         stands under the first.
     - `buffers`: the initial values of the buffers that the forward changes, which then live in
         `equinox.nn.State`; None if there are none.
+    - `inserted`: what stands in place of submodules or their outputs, by the submodules' names; see
+        `patch` and `replace_module`.
     - `inference`: whether all layers are in evaluation mode; set by `equinox.nn.inference_mode`.
         It is no leaf but part of the structure, so that models of different modes have different
         structures.
@@ -45,20 +51,23 @@ class TorchModule(eqx.nn.StatefulLayer):
         {'bias': (2,), 'weight': (2, 3)}
     """
 
-    params: dict[str, jax.Array]
+    params: dict[str, Any]
     buffers: eqx.nn.StateIndex | None
+    inserted: dict[str, Any]
     core: Core = eqx.field(static=True)
     inference: bool = ModeField()  # pyright: ignore[reportAssignmentType]
 
     def __init__(
         self,
-        params: dict[str, jax.Array],
+        params: dict[str, Any],
         buffers: eqx.nn.StateIndex | None,
         inference: bool,
         core: Core,
+        inserted: dict[str, Any] | None = None,
     ) -> None:
         """Use `from_torch`."""
         self.params = params
+        self.inserted = inserted or {}
         self.buffers = buffers
         self.inference = inference
         self.core = core
@@ -98,29 +107,30 @@ class TorchModule(eqx.nn.StatefulLayer):
         """
         core = self.core
         own = keywords(core, args, kwargs)
-        names = core.blueprint.names
         buffers = self._buffers_for(own.state)
-        call = Call(
-            core.name,
-            args,
-            own.rest,
-            core.code.own[bool(self.inference), False],
-            [*map(self.params.__getitem__, names.parameters), *map(buffers.get, names.state)],
-            also=None if own.key is None else jax.typeof(own.key),
-        )
-        alike = core.known.get(call.key) or _prepare(core, call, own.key)
-        if own.key is not None and alike.leaf.site.seed is not None:
-            call.arrays.insert(call.num_own, seed_of(own.key))
-        result, *new_buffers = alike(call.arrays)
+        run = _in_segments if core.edits else _torch_call
+        result, *new_buffers = run(self, computed(self.params), buffers, own.key, args, own.rest)
         if own.state is None:
             return result
         if self.buffers is None or core.keeps_state(bool(self.inference)):
             return result, own.state
-        new = dict(zip(names.state, new_buffers, strict=True))
+        new = dict(zip(core.stored, new_buffers, strict=True))
         return result, _updated(own.state, self.buffers, new)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(missing_attribute(vars(self).get("core"), name))
+        return attribute(self, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return item(self, index)
+
+    def __iter__(self) -> Iterator[Any]:
+        return items(self)
+
+    def __len__(self) -> int:
+        return length(self)
+
+    def __bool__(self) -> bool:
+        return True
 
     def __hash__(self) -> int:
         raise ModuleError(
@@ -155,7 +165,68 @@ class TorchModule(eqx.nn.StatefulLayer):
         init = self.buffers.init
         if changing or not isinstance(init, dict):
             raise ModuleError(_missing_state(self.core, changing, isinstance(init, dict)))
-        return _without_derivatives(self.core, init)
+        pairs = zip(self.core.blueprint.names.state, self.core.stored, strict=True)
+        return _without_derivatives(self.core, {name: init[stored] for name, stored in pairs})
+
+
+def _torch_call(
+    model: TorchModule,
+    params: Mapping[str, Any],
+    buffers: dict[str, jax.Array],
+    key: jax.Array | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[Any]:
+    """One torch call: its result and the new buffers."""
+    core, names = model.core, model.core.blueprint.names
+    call = Call(
+        core.name,
+        args,
+        kwargs,
+        core.code.own[bool(model.inference), False],
+        [*map(params.__getitem__, names.parameters), *map(buffers.get, names.state)],
+        also=None if key is None else jax.typeof(key),
+    )
+    alike = core.known.get(call.key) or _prepare(core, call, key)
+    if key is not None and alike.leaf.site.seed is not None:
+        call.arrays.insert(call.num_own, seed_of(key))
+    return alike(call.arrays)
+
+
+def _in_segments(
+    model: TorchModule,
+    params: Mapping[str, Any],
+    buffers: dict[str, jax.Array],
+    key: jax.Array | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[Any]:
+    """A call of which JAX may compute parts: one torch call for each segment."""
+    core = model.core
+    _check_specs(core)
+
+    def segment(log: Sequence[Step], values: Mapping[str, Any]) -> Any:
+        nonlocal buffers
+        handed = (log, dict(values))
+        result, *new = _torch_call(model, params, buffers, key, (handed, *args), kwargs)
+        new_buffers = dict(zip(core.blueprint.names.state, new, strict=True))
+        buffers = _without_derivatives(core, new_buffers)
+        return result
+
+    result = run_segments(core.name, core.edits, model.inserted, segment, key)
+    return [result, *buffers.values()]
+
+
+def _check_specs(core: Core) -> None:
+    """`out_specs` are of the result; what is captured has no others, and a cut forward none."""
+    specs = core.options.out_specs
+    if specs is not None and (core.edits.cuts or not isinstance(specs, PartitionSpec)):
+        raise InputError(
+            f"`{core.name}` was converted with `out_specs=`, which say how its result is sharded, "
+            "but not how what JAX computes in the middle, or captures, is. Leave them out "
+            "(`from_torch(model)`) and call it inside `eqx_torch.filter_shard_map`, where JAX "
+            "computes shard by shard as torch does; to capture only, one spec is enough."
+        )
 
 
 def _prepare(core: Core, call: Call, key: jax.Array | None) -> Prepared:
@@ -201,6 +272,7 @@ def _updated(
     each shard has its own statistics, until the caller averages them.
     """
     own = state.substate(index)
+    new = state.get(index) | new
     return state.update(jax.tree.unflatten(jax.tree.structure(own), jax.tree.leaves(new)))
 
 
@@ -211,13 +283,13 @@ def own_buffers(core: Core, index: eqx.nn.StateIndex, state: eqx.nn.State) -> di
     except KeyError:
         buffers = None
     names = core.blueprint.names.state
-    if not isinstance(buffers, dict) or set(buffers) != set(names):
+    if not isinstance(buffers, dict) or not buffers.keys() >= set(core.stored):
         raise ModuleError(
             f"the state passed to `{core.name}` is not its own: it holds nothing for the buffers "
             f"{first(names)}. Pass the state that was made with this model, "
             "`model, state = eqx.nn.make_with_state(from_torch)(module)`, or that it returned."
         )
-    return buffers
+    return {name: buffers[stored] for name, stored in zip(names, core.stored, strict=True)}
 
 
 def _without_derivatives(core: Core, buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:

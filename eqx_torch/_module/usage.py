@@ -1,5 +1,6 @@
 """A model used as a torch module: `state=` and `key=`, which are ours, and attributes it lacks."""
 
+import difflib
 import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,6 @@ from .._dtypes import is_key
 from .._errors import InputError
 from .._program import argument_name
 from .core import Core
-from .function import first
 
 
 class Keywords(NamedTuple):
@@ -123,16 +123,23 @@ def missing_attribute(core: Core | None, name: str) -> str:
 
 def _remedy(core: Core, name: str) -> str | None:
     module, names = core.blueprint.module, core.blueprint.names
-    parameters = [p for p in names.parameters if p == name or p.startswith(f"{name}.")]
-    if parameters:
-        listed = first([f'`model.params["{p}"]`' for p in parameters])
-        return f"Parameters stand under torch's names: {listed}."
     if name in names.state:
-        return f'Write `state.get(model.buffers)["{name}"]`: the forward changes it.'
+        stored = core.stored[names.state.index(name)]
+        return f'Write `state.get(model.buffers)["{stored}"]`: the forward changes it.'
     if name in _REMEDIES:
         return _REMEDIES[name]
     if not hasattr(torch.nn.Module, name) and inspect.isroutine(getattr(type(module), name, None)):
         return f'Write `from_torch(model, method="{name}")`, which shares its parameters.'
-    arguments = "model, state" if names.state else "model"
-    has_it = name in dir(module)
-    return f"The torch module has one: `eqx_torch.to_torch({arguments}).{name}`." * has_it or None
+    if name in dir(module):
+        arguments = "model, state" if names.state else "model"
+        return f"The torch module has one: `eqx_torch.to_torch({arguments}).{name}`."
+    if name.startswith("_"):
+        return None
+    return f"`{core.name}` has none either{nearest(name, [*module._modules, *module._parameters])}"
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """The end of a message about a name that is unknown: those that are like it, or some."""
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or list(known[:3])
+    listed = ", ".join(map(repr, close))
+    return f". The nearest that there is: {listed}." if close else "."

@@ -393,7 +393,7 @@ class TorchFunction:
         except ValueError:  # of what is not written in Python
             return ""
         try:
-            signature.bind(*args, **kwargs)
+            signature.bind(*args[site.handed :], **kwargs)
         except TypeError as error:
             return str(error)
         return ""

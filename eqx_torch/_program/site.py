@@ -21,19 +21,21 @@ class Own:
         trained: those that require gradients in torch.
         seed: which of them random numbers are drawn from, None if none are.
         inference: whether the model is evaluated.
+        handed: how many of the positional arguments, the first, are not the user's.
     """
 
     labels: tuple[str, ...]
     trained: frozenset[int]
     seed: int | None
     inference: bool
+    handed: int = 0
 
     def __hash__(self) -> int:
         return self._hash
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.labels, self.trained, self.seed, self.inference))
+        return hash((self.labels, self.trained, self.seed, self.inference, self.handed))
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -70,6 +72,11 @@ class Site:
         return 0 if self.own is None else len(self.own)
 
     @property
+    def handed(self) -> int:
+        """How many of the positional arguments, the first, are not the user's."""
+        return 0 if self.own is None else self.own.handed
+
+    @property
     def seed(self) -> int | None:
         """Which input random numbers are drawn from, None if none are."""
         return None if self.own is None else self.own.seed
@@ -91,7 +98,7 @@ class Site:
     def labels(self) -> tuple[str, ...]:
         """What messages call each input."""
         pairs = zip(leaf_paths(self.structure), self.statics, strict=True)
-        named = tuple(argument_name(path) for path, static in pairs if static is None)
+        named = tuple(argument_name(path, self.handed) for path, static in pairs if static is None)
         return named if self.own is None else self.own.labels + named
 
     def described(self, inputs: Sequence[str]) -> str:
@@ -112,13 +119,15 @@ class Site:
         return self.structure == plain and not any(self.statics)
 
 
-def argument_name(path: str) -> str:
+def argument_name(path: str, handed: int = 0) -> str:
     """What messages call the leaf of `(args, kwargs)` at this path.
 
-    `[0][1]['a']` is the second positional argument's entry 'a'.
+    `[0][1]['a']` is the second positional argument's entry 'a'. The first `handed` of these are not
+    the user's.
     """
     if path.startswith("[0]"):
         index, _, rest = path[4:].partition("]")
-        return f"argument {index}{rest}"
+        users = int(index) - handed
+        return f"argument {users}{rest}" if users >= 0 else f"what is handed over{rest}"
     name, _, rest = path[4:].partition("]")
     return f"argument {name}{rest}"

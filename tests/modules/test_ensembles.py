@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from eqx_torch import from_torch, ModuleError, stack_modules, state_dict
+from eqx_torch import from_torch, ModuleError, stack_modules, state_dict, unstack_modules
 
 from ..helpers import assert_trees_equal
 
@@ -164,3 +164,34 @@ def test_a_state_of_another_model():
 def test_no_models():
     with pytest.raises(ModuleError, match="^`stack_modules` needs at least one module.$"):
         stack_modules([])
+
+
+def test_members_of_an_ensemble():
+    models = [from_torch(torch.nn.Linear(3, 2)) for _ in range(3)]
+    members = unstack_modules(stack_modules(models))
+    assert len(members) == 3
+    for one, model in zip(members, models, strict=True):
+        assert one.core is models[0].core
+        assert_trees_equal(one.params, model.params, exact=True)
+        assert_trees_equal(one(X), model(X), exact=True)
+
+
+def test_members_with_their_states():
+    nets = [network() for _ in range(2)]
+    ensemble, states = stack_modules([with_state(net) for net in nets])
+    ys, states = call(ensemble, states, X)
+    in_torch(nets)
+    members = unstack_modules((ensemble, states))
+    for (model, state), net, y in zip(members, nets, ys, strict=True):
+        assert_trees_equal(state_dict(model, state), dict(net.state_dict()), rtol=1e-5)
+        again, _ = model(X, state=state)
+        assert_trees_equal(again, y, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_no_ensemble_has_no_members():
+    message = r"`unstack_modules` takes what `stack_modules` gives.*leading sizes \[2, 3\]"
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 3))
+    with pytest.raises(ModuleError, match=message):
+        unstack_modules(from_torch(net))
+    with pytest.raises(ModuleError, match="no arrays|leading"):
+        unstack_modules(from_torch(torch.nn.Tanh()))

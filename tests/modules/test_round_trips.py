@@ -213,6 +213,7 @@ TorchModule(
     '0.bias': f32[3], '0.weight': f32[3,4], '1.bias': f32[3], '1.weight': f32[3]
   },
   buffers=StateIndex(marker='TorchModule.buffers', init=_Sentinel()),
+  inserted={},
   core=Sequential,
   inference=False
 )"""
@@ -230,7 +231,7 @@ def test_what_is_shown():
     assert [line.strip().rstrip(",") for line in lines[2:22]] == [
         f"'{i}.{name}" for i in range(10) for name in ("weight': f32[200,200]", "bias': f32[200]")
     ]
-    assert len(lines) == 20 + 7
+    assert len(lines) == 20 + 8
 
 
 def doubled(module: torch.nn.Module, args: Any, result: Any) -> Any:

@@ -5,6 +5,7 @@ run by default are marked slow.
 """
 
 import copy
+import inspect
 import re
 import warnings
 from typing import Any
@@ -20,10 +21,11 @@ import transformers
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from eqx_torch import from_torch, t2j, tree_t2j
+from eqx_torch import capture, from_torch, ModuleError, patch, replace_module, t2j, tree_t2j
 from eqx_torch._trees import flatten, TorchObject
 
 from ..helpers import assert_trees_equal
+from ..helpers.nets_of_blocks import hooked
 from ..helpers.sets import sampled
 from ..helpers.transformer_models import Architecture, ARCHITECTURES
 
@@ -213,3 +215,42 @@ def test_mask_code_that_reads_values_is_batched_by_a_loop():
     assert len([w for w in caught if re.search("cannot batch", str(w.message))]) == 1
     expected = torch.stack([module(i[None], m[None]) for i, m in zip(ids, mask, strict=True)])
     assert_trees_equal(batched, expected.detach())
+
+
+def _block(seen: dict[str, Any]) -> str:
+    """The first submodule with a number, that is called once, of those in lists of blocks."""
+    numbered = [p for p, calls in seen.items() if p.split(".")[-1].isdigit() and len(calls) == 1]
+    in_lists = [p for p in numbered if re.search(r"layer|block|\bh\.", p)]
+    return (in_lists or numbered or list(seen))[0]
+
+
+@pytest.mark.parametrize("name", sampled(ARCHITECTURES, ("bert",)))
+def test_inside(name):
+    """Outputs of all submodules are those that hooks see; a block is put in its own place."""
+    architecture = ARCHITECTURES[name]
+    module, inputs = architecture.make(), architecture.inputs()
+    if "use_cache" in inspect.signature(module.forward).parameters:
+        inputs["use_cache"] = False  # caches are no results that JAX can take over
+    model, arrays = _converted(architecture, module, inputs), _arrays(inputs)
+    assert all(model[path].core.name for path, _ in module.named_modules() if path)
+    seen = hooked(module, lambda: module(**inputs))
+    _, captured = capture(model, list(seen))(**arrays)
+    for path, calls in seen.items():
+        outputs = [captured[path]] if len(calls) == 1 else captured[path]
+        for actual, (_, _, expected) in zip(outputs, calls, strict=True):
+            assert_trees_equal(flatten(actual)[0], flatten(expected)[0], rtol=1e-4, atol=1e-5)
+    outputs = flatten(model(**arrays))[0]
+    block = _block(seen)
+    part = model[block]
+    patched = patch(model, {block: captured[block]})
+    assert_trees_equal(flatten(patched(**arrays))[0], outputs, exact=True)
+    replaced = replace_module(model, block, lambda *args, **kwargs: part(*args, **kwargs))
+    assert_trees_equal(flatten(replaced(**arrays))[0], outputs, exact=True)
+
+
+def test_a_cache_cannot_be_taken_over():
+    architecture = ARCHITECTURES["llama"]
+    model = from_torch(architecture.make())
+    replaced = replace_module(model, "model.layers.0", lambda h, **_: h)
+    with pytest.raises(ModuleError, match="is given a DynamicCache.*`use_cache=False`"):
+        replaced(input_ids=jnp.ones((2, 6), int), use_cache=True)

@@ -1,0 +1,431 @@
+"""Work inside of a model: watch, patch and replace its submodules, compute its parameters.
+
+Each function gives a new model, a `TorchModule` again. What JAX puts in the place of a submodule,
+of an output or of a parameter stands among the model's own leaves, so that gradients, optimisers
+and serialisation treat it like any of them.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import torch
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from .._compat import axes_of_type, torch_tree
+from .._errors import InputError, ModuleError, ShardingError
+from .core import Core
+from .edits import Edits
+from .module import TorchModule
+from .parts import canonical, check_paths, core_of_part, matching, paths, with_part
+from .reparametrised import as_node, Reparametrised
+from .walk import copied
+
+
+def select(model: TorchModule, patterns: str | Sequence[str]) -> PyTree:
+    """Marks parameters by name.
+
+    **Arguments:**
+
+    - `model`: the model.
+    - `patterns`: names of parameters as in `model.params`, or patterns of their ends in which `*`
+        stands for one part of a name: `"*.query.weight"`. What `reparametrise` has added to a
+        parameter has names below it, such as `"*.query.weight.a"`.
+
+    **Returns:**
+
+    A tree of bools like `model`, True on those parameters: for `equinox.partition` and
+    `optax.masked`. For `optax.multi_transform` make labels of it, and a function that returns them
+    (as it would call what can be called): `labels = jax.tree.map(lambda chosen: "fast" if chosen
+    else "slow", mask)`, `optax.multi_transform(transforms, lambda _: labels)`.
+
+    **Raises:**
+
+    `InputError` for a pattern that matches none, with the nearest names.
+
+    !!! example
+
+        >>> import torch
+        >>> from eqx_torch import from_torch
+        >>> select(from_torch(torch.nn.Linear(3, 2)), "bias").params
+        {'bias': True, 'weight': False}
+    """
+    _check_model("select", model)
+    named = _named_leaves(model)
+    chosen = set(matching("parameter", model.core, patterns, [name for name, _ in named]))
+    marked = {id(leaf) for name, leaf in named if name in chosen}
+    return jax.tree.map(lambda leaf: id(leaf) in marked, model)
+
+
+def capture(
+    model: TorchModule, patterns: str | Sequence[str], *, inputs: bool = False
+) -> TorchModule:
+    """A model whose call also returns the outputs of submodules.
+
+    **Arguments:**
+
+    - `model`: the model.
+    - `patterns`: names of submodules, or patterns of their ends in which `*` stands for one part of
+        a name: `"encoder.layer.*"`.
+    - `inputs`: whether to return what the submodules were given, too.
+
+    **Returns:**
+
+    The model. Its call returns `(result, captured)` in place of `result`. `captured` is a dict from
+    names to outputs, as forward hooks of torch's see them; with `inputs` to triples `(args, kwargs,
+    output)`. A submodule that was called several times has a tuple of these. All are differentiable
+    and nothing is computed twice.
+
+    **Raises:**
+
+    `InputError` for a pattern that matches no submodule; `ModuleError`, when the model is called,
+    for a submodule that the forward does not call.
+
+    !!! example
+
+        >>> import jax.numpy as jnp, torch
+        >>> from eqx_torch import from_torch
+        >>> model = from_torch(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()))
+        >>> y, captured = capture(model, "0")(jnp.ones(3))
+        >>> bool((y == jnp.tanh(captured["0"])).all())
+        True
+    """
+    _check_model("capture", model)
+    found = matching("submodule", model.core, patterns, paths(model.core))
+    names = dict.fromkeys(canonical(model.core, path) for path in found)
+    return _with_edits(
+        model, dataclasses.replace(model.core.edits, captured=tuple(names), inputs=inputs)
+    )
+
+
+def patch(model: TorchModule, values: Mapping[str, Any]) -> TorchModule:
+    """A model in which the outputs of submodules are replaced.
+
+    **Arguments:**
+
+    - `model`: the model.
+    - `values`: by the name of a submodule, an array (or a tree of arrays, as the submodule returns
+        them), or a JAX function from the output to what replaces it.
+
+    **Returns:**
+
+    The model. The arrays are leaves of it, in `model.inserted`, so that gradients flow to them. The
+    submodules run as before. A function is called while the forward stands still: torch runs up to
+    it, JAX computes it, and torch runs on.
+
+    **Raises:**
+
+    `InputError` for a name that is no submodule's; `ModuleError`, when the model is called, for an
+    array of another shape than the output, and as `replace_module` does.
+
+    !!! example
+
+        >>> import jax.numpy as jnp, torch
+        >>> from eqx_torch import from_torch
+        >>> model = from_torch(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()))
+        >>> patch(model, {"0": jnp.zeros(2)})(jnp.ones(3))
+        Array([0., 0.], dtype=float32)
+    """
+    _check_model("patch", model)
+    check_paths(model.core, values)
+    for path, value in values.items():
+        name = canonical(model.core, path)
+        if callable(value):
+            _check_uncut(model.core, name)
+            model = _inserted(model, name, "mapped", as_node(value))
+        else:
+            model = _inserted(model, name, "values", jax.tree.map(_as_array(name), value))
+    return model
+
+
+def replace_module(model: TorchModule, name: str, new: Callable[..., Any]) -> TorchModule:
+    """A model one of whose submodules is computed by JAX.
+
+    **Arguments:**
+
+    - `model`: the model.
+    - `name`: of the submodule, such as `"encoder.layer.1"`.
+    - `new`: an Equinox module, or a JAX function, that is called with what torch gives the
+        submodule (arrays in place of tensors, the rest as it is) and returns what stands for its
+        output. If it has an argument `key`, it is given one made from the key of the call, or None.
+
+    **Returns:**
+
+    The model. `new` is `model[name]` and its leaves are the model's own; the parameters that only
+    the old submodule had are gone. A call runs torch up to the submodule, then `new`, and torch
+    from there. Submodules that had finished hand over their outputs and are not computed again;
+    between them, the code of the modules around `new` runs again after each replacement.
+
+    **Raises:**
+
+    `InputError` for a name that is no submodule's or what cannot be called; `ModuleError` where the
+    submodule has replaced parts inside, and, when the model is called, where it is not called or is
+    given what JAX cannot take, such as caches.
+
+    !!! example
+
+        >>> import jax, jax.numpy as jnp, torch
+        >>> from eqx_torch import from_torch
+        >>> model = from_torch(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()))
+        >>> replace_module(model, "1", jax.nn.relu)(jnp.ones(3)).shape
+        (2,)
+    """
+    _check_model("replace_module", model)
+    core = model.core
+    if not callable(new):
+        raise InputError(
+            f"`replace_module` puts an Equinox module or a function in place of {name!r}, but got "
+            f"a {type(new).__name__}. For an array in place of its output, `patch`."
+        )
+    if isinstance(new, torch.nn.Module):
+        raise InputError(
+            f"`replace_module` got a torch module for {name!r}. Convert it: `from_torch(module)`."
+        )
+    if name in core.edits.taken:
+        return dataclasses.replace(model, inserted=model.inserted | {name: as_node(new)})
+    check_paths(core, [name])
+    name = canonical(core, name)
+    _check_uncut(core, name)
+    module = _without(core, name)
+    edits = _added(core.edits, name, "taken")
+    own, parameters = core_of_part(core, module, core.options, core.examples, edits)
+    model = with_part(model, own, parameters)
+    return dataclasses.replace(model, inserted=model.inserted | {name: as_node(new)})
+
+
+def reparametrise(
+    model: TorchModule, functions: Mapping[str, Callable[[jax.Array], jax.Array]]
+) -> TorchModule:
+    """A model some of whose parameters are computed by JAX at each call.
+
+    **Arguments:**
+
+    - `model`: the model.
+    - `functions`: by the name of a parameter, or a pattern of names as in `select`, a JAX function
+        or an Equinox module that gives the parameter from the array that has stood for it. Arrays
+        of an Equinox module become leaves of the model. So one that has any is for one parameter.
+
+    **Returns:**
+
+    The model. `model.params[name]` is now a node with the attributes `weight`, the array, and
+    `function`. `to_torch` and `state_dict` give the computed parameters.
+
+    **Raises:**
+
+    `InputError` for a name that is no parameter's, a module with arrays for several parameters, and
+    a function that changes the parameter's shape or dtype.
+
+    !!! example
+
+        A low-rank update of a frozen weight (LoRA):
+
+        >>> import equinox as eqx, jax, jax.numpy as jnp, torch
+        >>> from eqx_torch import from_torch, trainable
+        >>> class LowRank(eqx.Module):
+        ...     a: jax.Array
+        ...     b: jax.Array
+        ...     def __call__(self, weight):
+        ...         return weight + self.b @ self.a
+        >>> model = from_torch(torch.nn.Linear(3, 2).requires_grad_(False))
+        >>> update = LowRank(jnp.ones((1, 3)), jnp.zeros((2, 1)))
+        >>> model = reparametrise(model, {"weight": update})
+        >>> factors, frozen = eqx.partition(model, trainable(model))
+        >>> [x.shape for x in jax.tree.leaves(factors)]
+        [(1, 3), (2, 1)]
+    """
+    _check_model("reparametrise", model)
+    params = dict(model.params)
+    for pattern, function in functions.items():
+        names = matching("parameter", model.core, pattern, list(params))
+        if len(names) > 1 and any(map(eqx.is_array, jax.tree.leaves(function))):
+            raise InputError(
+                f"{pattern!r} matches {len(names)} parameters of `{model.core.name}`, but the "
+                f"{type(function).__name__} that computes them has arrays of its own, which each "
+                "of them would change. Pass one for each: `{name: make(model.params[name]) for "
+                "name in names}`."
+            )
+        for name in names:
+            node = Reparametrised(params[name], as_node(function))
+            _check_computed(model.core, name, node)
+            params[name] = node
+    return dataclasses.replace(model, params=params)
+
+
+def fsdp(model: TorchModule, axis: str) -> TorchModule:
+    """A model whose parameters are sharded over a mesh axis, and gathered for each call.
+
+    So that parameters, gradients and the optimiser's state take the memory of one shard on each
+    device, while a call has them whole ("fully sharded data parallel").
+
+    **Arguments:**
+
+    - `model`: the model.
+    - `axis`: the name of an axis of the mesh that is in force (`jax.set_mesh`).
+
+    **Returns:**
+
+    The model. Each parameter of which some dimension is a multiple of the axis's size is sharded
+    along the largest such dimension; others stay whole on every device, as do the arrays of
+    `reparametrise`'s functions.
+
+    **Raises:**
+
+    `ShardingError` if the mesh in force has no such axis.
+
+    !!! example
+
+        >>> import jax, torch
+        >>> from eqx_torch import from_torch
+        >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+        >>> with jax.set_mesh(mesh):
+        ...     model = fsdp(from_torch(torch.nn.Linear(3, 2)), "data")
+        ...     print(model.params["weight"].weight.sharding.spec)
+        PartitionSpec(None, 'data')
+    """
+    _check_model("fsdp", model)
+    mesh = jax.sharding.get_mesh()
+    if axis not in mesh.shape:
+        raise ShardingError(
+            f"`fsdp` shards over the mesh axis {axis!r}, but the mesh in force has the axes "
+            f"{list(mesh.shape)}. Enter the mesh first: `with jax.set_mesh(mesh):`."
+        )
+    params = {n: _spread(p, axis, mesh) for n, p in model.params.items()}
+    return dataclasses.replace(model, params=params)
+
+
+class Gathered(eqx.Module):
+    """Gathers a parameter from the shards of a mesh axis."""
+
+    axis: str = eqx.field(static=True)
+    dimension: int = eqx.field(static=True)
+
+    def __call__(self, weight: jax.Array) -> jax.Array:
+        mesh = jax.sharding.get_abstract_mesh()
+        if self.axis in axes_of_type(mesh, AxisType.Manual):
+            return jax.lax.all_gather(weight, self.axis, axis=self.dimension, tiled=True)
+        if self.axis in axes_of_type(mesh, AxisType.Explicit):
+            return jax.sharding.reshard(weight, PartitionSpec())
+        return weight
+
+
+def _spread(param: Any, axis: str, mesh: Any) -> Any:
+    """A parameter in shards, if it can be; of one that is computed, the array it is computed of."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    if isinstance(param, Reparametrised):
+        weight = _spread(param.weight, axis, mesh)
+        if isinstance(param.function, Gathered):
+            return weight
+        arrays, rest = eqx.partition(param.function, eqx.is_array)
+        return Reparametrised(weight, eqx.combine(jax.device_put(arrays, whole), rest))
+    size = mesh.shape[axis]
+    fitting = [i for i, n in enumerate(np.shape(param)) if n and n % size == 0]
+    if not fitting:
+        return jax.device_put(param, whole)
+    dimension = max(fitting, key=lambda i: param.shape[i])
+    spec = PartitionSpec(*(axis if i == dimension else None for i in range(param.ndim)))
+    return Reparametrised(
+        jax.device_put(param, NamedSharding(mesh, spec)), Gathered(axis, dimension)
+    )
+
+
+def _named_leaves(model: TorchModule) -> list[tuple[str, Any]]:
+    """Each array of the parameters and of what was inserted, with its name."""
+    leaves = []
+    for tree in (model.params, model.inserted):
+        for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
+            name, *rest = (jtu.keystr((key,), simple=True) for key in path)
+            is_base = rest[:1] == ["weight"] and isinstance(tree[name], Reparametrised)
+            own = [key for key in rest if key != "function"]
+            leaves.append((".".join([name, *(own[1:] if is_base else own)]), leaf))
+    return leaves
+
+
+def _with_edits(model: TorchModule, edits: Edits) -> TorchModule:
+    core = model.core
+    own = Core(core.blueprint, core.dtypes, core.options, core.examples, edits, core.stored)
+    return dataclasses.replace(model, core=own)
+
+
+def _added(edits: Edits, name: str, kind: str) -> Edits:
+    kinds = {k: [p for p in getattr(edits, k) if p != name] for k in ("values", "mapped", "taken")}
+    kinds[kind].append(name)
+    return dataclasses.replace(edits, **{k: tuple(paths) for k, paths in kinds.items()})
+
+
+def _inserted(model: TorchModule, name: str, kind: str, new: Any) -> TorchModule:
+    model = _with_edits(model, _added(model.core.edits, name, kind))
+    return dataclasses.replace(model, inserted=model.inserted | {name: new})
+
+
+def _check_uncut(core: Core, name: str) -> None:
+    """Raises if a submodule is inside of one that JAX computes, or has one inside."""
+    for cut in core.edits.cuts:
+        if cut.startswith(f"{name}.") or name.startswith(f"{cut}."):
+            raise ModuleError(
+                f"{name} of `{core.name}` cannot be replaced together with {cut}, since one is "
+                "inside of the other. Replace the inner one, or all of the outer one."
+            )
+
+
+def _without(core: Core, name: str) -> torch.nn.Module:
+    """The torch module with a stand-in for a submodule: its plain attributes, and nothing else."""
+    blueprint = core.blueprint
+    own = [*blueprint.parameters, *blueprint.state, *blueprint.constants]
+    own += [view.placeholder for view in blueprint.views]
+    module = copied(blueprint.module, {id(t): t for t in own}).module
+    old = module.get_submodule(name)
+    stub = object.__new__(type(old))
+    torch.nn.Module.__init__(stub)
+    kept = vars(old).keys() - vars(stub).keys()
+    vars(stub).update({k: copy.copy(vars(old)[k]) for k in kept if _is_plain(vars(old)[k])})
+    stub.training = old.training
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        if submodule is old:
+            parent, _, child = path.rpartition(".")
+            module.get_submodule(parent)._modules[child] = stub
+    return module
+
+
+def _is_plain(value: Any) -> bool:
+    held = torch_tree.tree_leaves(value)
+    return not any(isinstance(x, torch.Tensor | torch.nn.Module) for x in held)
+
+
+def _as_array(name: str) -> Callable[[Any], jax.Array]:
+    def convert(x: Any) -> jax.Array:
+        if isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+            return jnp.asarray(x)
+        raise InputError(
+            f"`patch` takes arrays of JAX's, or a JAX function, for the output of {name!r}, but "
+            f"got a {type(x).__name__}. Convert tensors by `eqx_torch.t2j(x)`."
+        )
+
+    return convert
+
+
+def _check_computed(core: Core, name: str, node: Reparametrised) -> None:
+    made = eqx.filter_eval_shape(Reparametrised.value, node)
+    shape = core.shapes[0][name]
+    dtype = jax.tree.leaves(node)[0].dtype
+    if getattr(made, "shape", None) != shape or made.dtype != dtype:
+        shown = f"{made.dtype}{list(made.shape)}" if hasattr(made, "dtype") else repr(made)
+        raise InputError(
+            f"the function for the parameter {name} of `{core.name}` gives {shown}, but the "
+            f"parameter is {dtype}{list(shape)}."
+        )
+
+
+def _check_model(function: str, model: Any) -> None:
+    if not isinstance(model, TorchModule):
+        remedy = " Convert it: `from_torch(module)`." * isinstance(model, torch.nn.Module)
+        raise InputError(
+            f"`{function}` takes a model made by `from_torch`, but got a "
+            f"{type(model).__name__}.{remedy}"
+        )
