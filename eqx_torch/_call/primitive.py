@@ -6,7 +6,7 @@ of `p.outs`. Each rule turns it into other calls of itself, whose parameters are
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -234,40 +234,36 @@ def batch(
 ) -> tuple[list[Any], list[int | None]]:
     """The batched outputs, and the axes of the batch in them."""
     base, kept = untaped(program)
-    everything = arrays, dims
-    arrays, dims = [arrays[i] for i in kept], [dims[i] for i in kept]
-    axes = batch_axes(arrays, dims)
+    axes = batch_axes([arrays[i] for i in kept], [dims[i] for i in kept])
     if axes is None and program.leaf.function.vmap_method == "torch":
-        whole = batched_with_graph(program, everything[1], _size(*everything))
+        size = _size(arrays, dims)
+        whole = batched_with_graph(program, tuple(dims), size)
         if whole is not None:
-            inputs = map(_with_axis(_size(*everything)), *everything, whole.in_axes)
+            triples = zip(arrays, dims, whole.in_axes, strict=True)
+            inputs = [_with_axis(x, dim, axis, size) for x, dim, axis in triples]
             return call(whole.program, *inputs), list(whole.out_axes)
+    arrays, dims = [arrays[i] for i in kept], [dims[i] for i in kept]
     # JAX cannot differentiate a `shard_map` in a `shard_map` that has residuals of its own: neither
     # graphs, nor what is made to vary only in there.
     recordable = axes is None or not is_manual(axes[0])
     if axes is not None and not recordable:
         arrays, dims = over_the_batch(axes, arrays, dims), [d or 0 for d in dims]
-    recorded = isinstance(program, Record)
+    tokens = program.count if isinstance(program, Record) else 0
 
     def local(*xs: Any) -> list[Any]:
-        outs = _batched(base, xs, dims, recordable)
-        return [*outs, _no_tokens(xs, dims)] if recorded else outs
+        return [*_batched(base, xs, dims, recordable), *[_no_tokens(xs, dims)] * tokens]
 
     outs = local(*arrays) if axes is None else over_batch_shards(local, axes, arrays, dims)
     return outs, [0] * len(outs)
 
 
-def _with_axis(size: int) -> Callable[[Any, int | None, int | None], Any]:
-    """Moves the batch axis of an array, or gives it one."""
-
-    def moved(x: Any, dim: int | None, axis: int | None) -> Any:
-        if dim == axis or axis is None:
-            return x
-        if dim is not None:
-            return jnp.moveaxis(x, dim, axis)
-        return jnp.broadcast_to(jnp.expand_dims(x, axis), (*x.shape[:axis], size, *x.shape[axis:]))
-
-    return moved
+def _with_axis(x: Any, dim: int | None, axis: int | None, size: int) -> Any:
+    """Moves the batch axis of an array to `axis`, or gives it one."""
+    if dim == axis or axis is None:
+        return x
+    if dim is not None:
+        return jnp.moveaxis(x, dim, axis)
+    return jnp.broadcast_to(jnp.expand_dims(x, axis), (*x.shape[:axis], size, *x.shape[axis:]))
 
 
 def _no_tokens(arrays: Sequence[Any], dims: Sequence[int | None]) -> Any:

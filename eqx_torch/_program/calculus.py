@@ -140,17 +140,17 @@ def batched_with_graph(program: Program, dims: Axes, size: int) -> Batched | Non
     token = len(program.inner.ins)
     if dims[token] is not None:
         return None
-    batch = _batch_of_derivative(program.untaped, dims[:token] + dims[token + 1 :], size)
+    batch = _batch_of_derivative(program, dims[:token], size)
     if batch is None:
         return None
-    taped = dataclasses.replace(batch.program, taped=True)
-    return Batched(taped, (*batch.in_axes[:token], None, *batch.in_axes[token:]), batch.out_axes)
+    axes = (*batch.in_axes[:token], None, *batch.in_axes[token:])
+    return batch._replace(in_axes=axes)
 
 
 def _batch(program: Program, dims: Axes, size: int) -> Batched:
     """The derivative of a batch if that is the same, else the batch of the program."""
     if isinstance(program, Jvp | Vjp):
-        batch = _batch_of_derivative(program, dims, size)
+        batch = _batch_of_derivative(program, dims[: len(program.inner.ins)], size)
         if batch is not None:
             return batch
     out_axes = (0,) * len(program.outs)
@@ -158,7 +158,8 @@ def _batch(program: Program, dims: Axes, size: int) -> Batched:
 
 
 def _batch_of_derivative(program: Jvp | Vjp, dims: Axes, size: int) -> Batched | None:
-    inner = _batch(program.inner, dims[: len(program.inner.ins)], size)
+    """The derivative of a batch, with the axes of the primals in `dims`, its token not counted."""
+    inner = _batch(program.inner, dims, size)
     by, of = pick(inner.in_axes, program.wrt), pick(inner.out_axes, program.of)
     if None in by:
         return None

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 
@@ -45,7 +45,7 @@ class _Taped(Derivative):
     """A derivative that may be computed by the graph that `Record` has kept of `inner`."""
 
     @functools.cached_property
-    def untaped(self) -> "_Taped":
+    def untaped(self) -> Self:
         """The same without a token."""
         return dataclasses.replace(self, taped=False) if self.taped else self
 
@@ -142,9 +142,7 @@ class Jvp(_Taped):
             if tape is not None:
                 tape.held.release()
 
-    def _replay(
-        self, tape: Tape, primals: Tensors, tangents: Tensors
-    ) -> list[torch.Tensor] | None:
+    def _replay(self, tape: Tape, primals: Tensors, tangents: Tensors) -> list[torch.Tensor] | None:
         """The tangents by the recorded graph, None if it does not have them.
 
         Once, it is asked by random tangents whether it has.
@@ -156,8 +154,9 @@ class Jvp(_Taped):
             if learnt.symmetric is None:
                 trial = random_like(tangents)
                 found = replayed_tangents(self, inner, tape, trial, keep=True)
-                expected = None if found is None else self._tangents(primals, trial, False)
-                learnt.symmetric = expected is not None and all(map(_alike, found, expected))
+                learnt.symmetric = found is not None and all(
+                    map(_alike, found, self._tangents(primals, trial, False))
+                )
             if learnt.symmetric:
                 return replayed_tangents(self, inner, tape, tangents, not tape.held.is_last)
         except RuntimeError:
@@ -290,9 +289,7 @@ class Vjp(_Taped):
         finally:
             tape.held.release()
 
-    def recorded(
-        self, inputs: Tensors, wrt: Indices, copies: bool
-    ) -> tuple[Tensors, Tape | None]:
+    def recorded(self, inputs: Tensors, wrt: Indices, copies: bool) -> tuple[Tensors, Tape | None]:
         """The cotangents, and their graph by the inputs `wrt`, the token not counted.
 
         There is none on the first run, which is on copies, nor where autograd does not see all of
@@ -440,6 +437,7 @@ def _of_forward(kind: type[_Kind], program: Derivative) -> _Kind | None:
 
 
 def _alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    found, expected = found.detach(), expected.detach()
     tolerance = torch.finfo(expected.dtype).eps ** 0.5
     scale = float(expected.abs().max()) if expected.numel() else 0.0
     return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * scale)

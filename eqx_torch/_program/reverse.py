@@ -147,7 +147,10 @@ def _extended(vjp: Derivative, tape: Tape, cotangents: Tensors) -> list[torch.Te
 
 
 def _seen(
-    vjp: Derivative, extend: Callable[[], list[torch.Tensor]], nodes: Sequence[Any], by_primals: bool
+    vjp: Derivative,
+    extend: Callable[[], list[torch.Tensor]],
+    nodes: Sequence[Any],
+    by_primals: bool,
 ) -> list[torch.Tensor]:
     """The result of `extend`, by a backward through these nodes of which autograd sees all."""
     message = _NO_SECOND.format(name=vjp.leaf.name)

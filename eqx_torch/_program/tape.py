@@ -122,7 +122,7 @@ class Tape:
     def is_of(self, primals: Tensors) -> bool:
         """Whether these are what was recorded."""
         pairs = zip(self.addresses, primals, strict=True)
-        return all([address is None or address == x.data_ptr() for address, x in pairs])
+        return all(address is None or address == x.data_ptr() for address, x in pairs)
 
 
 class _Sized(NamedTuple):
