@@ -396,7 +396,7 @@ class Record(Derived):
             return [*self.inner.run(inputs, functional), *[nothing] * self.count]
         results, tape = self._evaluate(inputs, self._by, self._site.copies)
         tokens = [0] * self.count if tape is None else TAPES.put(self._site, tape, self.count)
-        return [*results, *[torch.tensor([token], dtype=torch.int32) for token in tokens]]
+        return [*results, *[torch.full((1,), token, dtype=torch.int32) for token in tokens]]
 
 
 def _recorded(
