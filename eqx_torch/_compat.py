@@ -227,13 +227,14 @@ def run_backward(
     outputs: tuple[Any, ...],
     cotangents: tuple[torch.Tensor, ...],
     inputs: tuple[torch.Tensor, ...],
+    retain_graph: bool,
     create_graph: bool,
 ) -> tuple[torch.Tensor | None, ...]:
     """`torch.autograd.grad`; None for inputs that the outputs do not depend on."""
     return _engine_run_backward(
         outputs,
         cotangents,
-        create_graph,  # whether the graph is kept too
+        retain_graph,
         create_graph,
         inputs,
         allow_unreachable=True,

@@ -9,8 +9,14 @@ from .base import (
 )
 from .batch import Vmap as Vmap
 from .bits import same_bits as same_bits
-from .calculus import adjoint as adjoint, differential as differential, untaped as untaped
-from .derivative import Jvp as Jvp, Vjp as Vjp
+from .calculus import (
+    adjoint as adjoint,
+    batched_with_graph as batched_with_graph,
+    differential as differential,
+    recording as recording,
+    untaped as untaped,
+)
+from .derivative import Jvp as Jvp, Record as Record, Vjp as Vjp
 from .exclusive import EXCLUSIVE as EXCLUSIVE
 from .function import (
     Compiled as Compiled,
@@ -36,7 +42,6 @@ from .leaf import (
     write_error as write_error,
 )
 from .leaves import ask_for_gradients as ask_for_gradients, on_leaves as on_leaves
-from .record import Record as Record
 from .results import opened as opened
 from .site import argument_name as argument_name, Site as Site
 from .tape import Kept as Kept, TAPES as TAPES
