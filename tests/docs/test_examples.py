@@ -91,6 +91,29 @@ def test_finetune_transformer():
     assert figures["head and last layer"] > 0.65
 
 
+def test_lora():
+    figures = run("lora", steps=150)
+    assert figures["ascending"] > 0.9
+    assert figures["descending without"] < 0.3
+    assert figures["descending"] > 0.6  # by a tenth of the numbers
+    assert figures["merged"] == figures["descending"]
+    assert figures["trained"] < 0.1
+
+
+def test_hybrid(picture):
+    errors = run("hybrid", picture=picture, steps=100)
+    assert errors["with an Equinox layer"] < 0.1 * errors["torch alone"]
+
+
+def test_patching(picture):
+    figures = run("patching", picture=picture, steps=100)
+    assert figures["accuracy"] > 0.95
+    # What is asked for moves from the place of the digit to that of the pointer, by no other.
+    assert figures["at the digit first"] > 0.2
+    assert figures["at the pointer last"] > 0.99
+    assert figures["elsewhere"] < 0.2
+
+
 def test_hessian(picture):
     figures = run("hessian", picture=picture, hidden=3, steps=60, count=4)
     assert figures["difference"] < 1e-8
