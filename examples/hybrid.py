@@ -111,7 +111,7 @@ def draw(whole, filled: dict[str, np.ndarray], path: Path) -> None:
     axes.set(xlim=(0, POINTS - 1), xlabel="time", ylabel="signal")
     axes.set_title("An Equinox layer in the middle of a torch network sees across the gap")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper center")
+    axes.legend(frameon=False, loc="upper left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 

@@ -101,8 +101,8 @@ def test_lora():
 
 
 def test_hybrid(picture):
-    errors = run("hybrid", picture=picture, steps=100)
-    assert errors["with an Equinox layer"] < 0.1 * errors["torch alone"]
+    errors = run("hybrid", picture=picture, steps=150)
+    assert errors["with an Equinox layer"] < 0.2 * errors["torch alone"]
 
 
 def test_patching(picture):
