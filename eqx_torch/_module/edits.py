@@ -325,9 +325,9 @@ class EditedRun:
         if functional or levels_of_func() != self._levels:
             raise ModuleError(
                 f"the forward of `{self._name}` calls {path} inside of a transformation of torch's "
-                "(`torch.func`, `torch.autograd.functional`, forward-mode derivatives), where it can neither be captured nor "
-                "computed by JAX. Transform in JAX (convert the module that is transformed), or "
-                "name a module outside of it."
+                "(`torch.func`, `torch.autograd.functional`, forward-mode derivatives), where it "
+                "can neither be captured nor computed by JAX. Transform in JAX (convert the module "
+                "that is transformed), or name a module outside of it."
             )
 
     def check_state(self, changed: Sequence[str]) -> None:
