@@ -96,6 +96,10 @@ from torch.multiprocessing.reductions import (
     # autograd is another object than the one that the operator has given.
     StorageWeakRef as StorageWeakRef,
 )
+from torch.utils import (
+    # Trees as torch code makes them, for hooks: dicts in their order, None a leaf.
+    _pytree as torch_tree,
+)
 from torch.utils._python_dispatch import (
     # Copies of real storages are taken in the middle of a run on fake tensors.
     _disable_current_modes as without_modes,
@@ -119,6 +123,7 @@ __all__ = [
     "set_forward_grad_enabled",
     "set_grad_enabled",
     "torch_function_modes",
+    "torch_tree",
     "without_modes",
 ]
 

@@ -23,9 +23,8 @@ from typing import Any, TypeAlias
 import equinox as eqx
 import jax
 import torch
-from torch.utils import _pytree as torch_tree
 
-from .._compat import in_backward, levels_of_func, TorchDispatchMode, unwrapped
+from .._compat import in_backward, levels_of_func, torch_tree, TorchDispatchMode, unwrapped
 from .._dtypes import canonical_dtype, dtype_j2t
 from .._errors import ModuleError
 from .._program import own_generator

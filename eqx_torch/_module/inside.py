@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
-from torch.utils import _pytree as torch_tree
 
-from .._compat import axes_of_type
+from .._compat import axes_of_type, torch_tree
 from .._errors import InputError, ModuleError, ShardingError
 from .core import Core
 from .edits import Edits
