@@ -111,7 +111,7 @@ from torch.multiprocessing.reductions import (
     StorageWeakRef as StorageWeakRef,
 )
 from torch.utils import (
-    # Opens what torch code passes on, such as the library's own results; torch.utils has no other.
+    # Trees as torch code makes them, for hooks: dicts in their order, None a leaf.
     _pytree as torch_tree,
 )
 from torch.utils._python_dispatch import (
