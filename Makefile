@@ -16,7 +16,7 @@ GPU_ALONE := tests/gpu/test_order.py tests/gpu/test_memory.py tests/gpu/test_wai
 HAS_CUDA := import importlib.metadata as m, torch; \
 	assert any(d.name.startswith("jax-cuda") for d in m.distributions()) and torch.version.cuda
 
-PICTURES := digits ensemble forces hessian neural_ode sentence_head
+PICTURES := digits ensemble forces hessian hybrid neural_ode patching sentence_head
 
 .PHONY: demo bench docs pictures dist dist-test test test-slow test-sweeps test-all test-floor \
 	test-newest test-gpu gpu-at-once gpu-alone lint clean
@@ -32,6 +32,7 @@ bench: .venv/ready-bench
 	python -m tests.benchmarks.train_step --cores 1; \
 	python -m tests.benchmarks.train_step --compiled; \
 	python -m tests.benchmarks.vmap; \
+	python -m tests.benchmarks.forces; \
 	python -m tests.benchmarks.devices; \
 	python -m tests.benchmarks.memory; \
 	python -m tests.benchmarks.startup; \

@@ -118,7 +118,7 @@ from torch.multiprocessing.reductions import (
     StorageWeakRef as StorageWeakRef,
 )
 from torch.utils import (
-    # Opens what torch code passes on, such as the library's own results; torch.utils has no other.
+    # Trees as torch code makes them, for hooks: dicts in their order, None a leaf.
     _pytree as torch_tree,
 )
 from torch.utils._python_dispatch import (
@@ -252,13 +252,14 @@ def run_backward(
     outputs: tuple[Any, ...],
     cotangents: tuple[torch.Tensor, ...],
     inputs: tuple[torch.Tensor, ...],
+    retain_graph: bool,
     create_graph: bool,
 ) -> tuple[torch.Tensor | None, ...]:
     """`torch.autograd.grad`; None for inputs that the outputs do not depend on."""
     return _engine_run_backward(
         outputs,
         cotangents,
-        create_graph,  # whether the graph is kept too
+        retain_graph,
         create_graph,
         inputs,
         allow_unreachable=True,

@@ -30,6 +30,7 @@ _UNSEEN = frozenset(
 )
 _KEYWORDS = frozenset(["out", "inplace"])
 _HARMLESS = frozenset(["requires_grad_", "detach_", "share_memory_", "rename_"])
+_HOOKS = frozenset(["register_hook", "register_prehook", "register_multi_grad_hook"])
 # Parameters require gradients, and torch lets nobody write to them where it records.
 _UNRECORDED = frozenset(["no_grad", "inference_mode", "set_grad_enabled", "backward", "jvp"])
 # Methods that are called by others than the user's code.
@@ -49,11 +50,13 @@ class Ways(NamedTuple):
         unseen: those that torch does not see.
         in_place: those that it counts.
         unrecorded: no way by itself: where no gradient is recorded, these go for parameters too.
+        hooks: no way by itself: hooks on gradients, of which a graph does not tell.
     """
 
     unseen: bool = False
     in_place: bool = False
     unrecorded: bool = False
+    hooks: bool = False
 
 
 def ways_to_write(function: Callable[..., Any]) -> Ways:
@@ -115,7 +118,7 @@ def _ways_in(code: types.CodeType) -> Ways:
     names = names_in(code)
     in_place = any(map(_writes_in_place, names)) or _assigns(code)
     unrecorded = not _UNRECORDED.isdisjoint([*names, code.co_name])
-    return Ways(bool(names & _UNSEEN), in_place, unrecorded)
+    return Ways(bool(names & _UNSEEN), in_place, unrecorded, bool(names & _HOOKS))
 
 
 @functools.cache

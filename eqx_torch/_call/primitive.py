@@ -29,10 +29,12 @@ from .._errors import DepthError, EqxTorchError, ShardingError
 from .._processes import entry, refuse_deadlock
 from .._program import (
     adjoint,
+    batched_with_graph,
     differential,
     Jvp,
     Program,
     Record,
+    recording,
     TOKEN,
     untaped,
     Vjp,
@@ -141,8 +143,8 @@ def jvp(
         if spec.differentiable and type(t) is not ad.Zero
     )
     recorded = bool(active) and is_recorded(program)
-    results = call(Record(program, active) if recorded else program, *primals)
-    outs, token = (results[:-1], results[-1:]) if recorded else (results, [])
+    results = call(recording(program, active) if recorded else program, *primals)
+    outs, token = results[: len(program.outs)], results[len(program.outs) :]
     out_tangents: list[Any] = [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in outs]
     if not active:
         return outs, out_tangents
@@ -155,16 +157,15 @@ def jvp(
 
 
 def is_recorded(program: Program) -> bool:
-    """Whether to keep the graph: of a first derivative, of which the backward is known to follow.
-
-    Backwards of higher order recompute.
-    """
+    """Whether to keep the graph for derivatives: of forwards, and of pullbacks that have theirs."""
     function = program.leaf.function
-    if function.residuals != "tape" or function.depth == 0 or program.order > 0:
+    if function.residuals != "tape" or function.depth == 0 or not program.inexact_outs:
         return False
-    if isinstance(program, Record) or (isinstance(program, Vmap) and not program.recordable):
+    if isinstance(program, Record):
+        return True
+    if isinstance(program, Vmap) and not program.recordable:
         return False
-    return bool(program.inexact_outs)
+    return program.order == 0 or (isinstance(program, Vjp) and program.taped)
 
 
 def transpose(cotangents: Sequence[Any], *primals: Any, program: Program) -> list[Any]:
@@ -188,8 +189,12 @@ def dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     if not any(used):
         return [False] * len(eqn.invars), None
     kept = tuple(i for i, u in enumerate(used) if u)
-    if isinstance(program, Record) and not used[-1]:
-        program, kept = program.inner, tuple(range(len(program.inner.outs)))
+    if isinstance(program, Record):
+        outs = len(program.inner.outs)
+        tokens = tuple(i for i in kept if i >= outs)
+        kept = (*range(outs), *tokens)
+        inner = program.inner
+        program = dataclasses.replace(program, count=len(tokens)) if tokens else inner
     elif isinstance(program, Jvp):
         program = dataclasses.replace(program, of=tuple(program.of[i] for i in kept))
     elif isinstance(program, Vjp):
@@ -221,30 +226,47 @@ def _check_depth(program: Program) -> None:
     )
 
 
-# With `vmap_method="torch"` the batched call is the program's `Vmap`. The other methods are those
-# of `jax.ffi`: a loop, or one call of the function itself on arrays with a leading batch axis.
+# With `vmap_method="torch"` the batched call is the program's `Vmap`, or where graphs are recorded
+# the same program of the forward's `Vmap`: a batch of a recording is a recording of the batch, and
+# has one token. The other methods are those of `jax.ffi`: a loop, or one call of the function
+# itself on arrays with a leading batch axis.
 
 
 def batch(
     arrays: Sequence[Any], dims: Sequence[int | None], *, program: Program
 ) -> tuple[list[Any], list[int | None]]:
-    """The batched outputs, with their batch axis first. Graphs are not recorded across a batch."""
+    """The batched outputs, and the axes of the batch in them."""
     base, kept = untaped(program)
+    axes = batch_axes([arrays[i] for i in kept], [dims[i] for i in kept])
+    if axes is None and program.leaf.function.vmap_method == "torch":
+        size = _size(arrays, dims)
+        whole = batched_with_graph(program, tuple(dims), size)
+        if whole is not None:
+            triples = zip(arrays, dims, whole.in_axes, strict=True)
+            inputs = [_with_axis(x, dim, axis, size) for x, dim, axis in triples]
+            return call(whole.program, *inputs), list(whole.out_axes)
     arrays, dims = [arrays[i] for i in kept], [dims[i] for i in kept]
-    axes = batch_axes(arrays, dims)
     # JAX cannot differentiate a `shard_map` in a `shard_map` that has residuals of its own: neither
     # graphs, nor what is made to vary only in there.
     recordable = axes is None or not is_manual(axes[0])
     if axes is not None and not recordable:
         arrays, dims = over_the_batch(axes, arrays, dims), [d or 0 for d in dims]
-    recorded = isinstance(program, Record)
+    tokens = program.count if isinstance(program, Record) else 0
 
     def local(*xs: Any) -> list[Any]:
-        outs = _batched(base, xs, dims, recordable)
-        return [*outs, _no_tokens(xs, dims)] if recorded else outs
+        return [*_batched(base, xs, dims, recordable), *[_no_tokens(xs, dims)] * tokens]
 
     outs = local(*arrays) if axes is None else over_batch_shards(local, axes, arrays, dims)
     return outs, [0] * len(outs)
+
+
+def _with_axis(x: Any, dim: int | None, axis: int | None, size: int) -> Any:
+    """Moves the batch axis of an array to `axis`, or gives it one."""
+    if dim == axis or axis is None:
+        return x
+    if dim is not None:
+        return jnp.moveaxis(x, dim, axis)
+    return jnp.broadcast_to(jnp.expand_dims(x, axis), (*x.shape[:axis], size, *x.shape[axis:]))
 
 
 def _no_tokens(arrays: Sequence[Any], dims: Sequence[int | None]) -> Any:

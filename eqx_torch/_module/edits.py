@@ -15,6 +15,8 @@ one of them back, or was given or gave an object that may change) is logged as o
 import contextlib
 import dataclasses
 import inspect
+import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -36,7 +38,7 @@ Step: TypeAlias = tuple[str, Any, Any]
 of that (None if it is to run again), and the state of the random generator after it."""
 Segment: TypeAlias = Callable[[Sequence[Step], Mapping[str, Any]], tuple[str, Any, list[Any]]]
 
-_VMAPPED: type = type(eqx.filter_vmap(len))
+_VMAPPED: Any = type(eqx.filter_vmap(len))
 _PLAIN = (torch.Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 _GIVEN = (torch.Tensor, str, type(None))
 _NUMBER = "number:"
@@ -225,7 +227,7 @@ class _Derivatives(TorchDispatchMode):
         self._asked.__exit__(*error)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, kinds: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if in_backward():
             self._run.check_derivative()
@@ -238,7 +240,7 @@ class _Asked(torch.overrides.TorchFunctionMode):
         self._run = run
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, kinds: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in (torch.autograd.grad, torch.Tensor.backward):
             self._run.check_derivative()
@@ -318,12 +320,13 @@ class EditedRun:
             )
 
     def _check_level(self, path: str) -> None:
-        if levels_of_func() != self._levels:
+        functional = self._tried and _in_functional(sys._getframe())
+        if functional or levels_of_func() != self._levels:
             raise ModuleError(
                 f"the forward of `{self._name}` calls {path} inside of a transformation of torch's "
-                "(`torch.func`, forward-mode derivatives), where it can neither be captured nor "
-                "computed by JAX. Transform in JAX (convert the module that is transformed), or "
-                "name a module outside of it."
+                "(`torch.func`, `torch.autograd.functional`, forward-mode derivatives), where it "
+                "can neither be captured nor computed by JAX. Transform in JAX (convert the module "
+                "that is transformed), or name a module outside of it."
             )
 
     def check_state(self, changed: Sequence[str]) -> None:
@@ -481,6 +484,15 @@ class EditedRun:
                     "take over. Call the model so that there is none (for caches of keys and "
                     "values, `use_cache=False`), or replace a module that is not given it."
                 )
+
+
+def _in_functional(frame: types.FrameType | None) -> bool:
+    """Whether a call is one of `torch.autograd.functional`, to which no graph is no error."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") == torch.autograd.functional.__name__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def check_generator(name: str, cuts: Sequence[str], device: torch.device) -> None:

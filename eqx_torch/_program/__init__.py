@@ -8,8 +8,14 @@ from .base import (
     TOKEN as TOKEN,
 )
 from .batch import Vmap as Vmap
-from .calculus import adjoint as adjoint, differential as differential, untaped as untaped
-from .derivative import Jvp as Jvp, Vjp as Vjp
+from .calculus import (
+    adjoint as adjoint,
+    batched_with_graph as batched_with_graph,
+    differential as differential,
+    recording as recording,
+    untaped as untaped,
+)
+from .derivative import Jvp as Jvp, Record as Record, Vjp as Vjp
 from .exclusive import EXCLUSIVE as EXCLUSIVE
 from .function import (
     Code as Code,
@@ -33,7 +39,6 @@ from .generators import (
 from .hints import hint_for as hint_for
 from .interposed import interposing as interposing, with_interposed as with_interposed
 from .leaf import Leaf as Leaf, same_bits as same_bits, write_error as write_error
-from .record import Record as Record
 from .results import opened as opened
 from .site import argument_name as argument_name, Own as Own, Site as Site
 from .tape import Kept as Kept, TAPES as TAPES

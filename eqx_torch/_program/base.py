@@ -181,7 +181,7 @@ class Derivative(Derived):
 
     @functools.cached_property
     def order(self) -> int:
-        return self.inner.order + 1
+        return self.inner.order + (not self.inner.linear.issuperset(self.wrt))
 
     def split(self, inputs: Tensors) -> tuple[Tensors, Tensors]:
         """The primals, and the tangents or cotangents."""

@@ -1,15 +1,22 @@
-"""The derivatives of a program, as programs: tangents pushed forward, cotangents pulled back."""
+"""The derivatives of a program, as programs: tangents pushed forward, cotangents pulled back.
+
+`Record` is a program that keeps the graph of what it computes for its derivatives, which find it
+by a token. The pullback that is recorded takes the graph of its forward itself, by the forward's
+token, extends it, and keeps both under a token of its own. So where JAX differentiates n times,
+torch computes one forward, one backward, and one more for each order, as it does by `create_graph`.
+"""
 
 import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Self, TypeVar
 
 import torch
 
 from .._compat import cached_weakly
 from .._errors import EqxTorchError
-from .base import Derivative, Indices, Kind, pick, Program, Spec, Tensors
+from .base import Derivative, Derived, Indices, Kind, pick, Program, Spec, Tensors, TOKEN
 from .batch import batched_or_looped
 from .forward import (
     double_backward,
@@ -20,7 +27,17 @@ from .forward import (
 )
 from .function import LearntBackward
 from .leaf import observed
-from .reverse import functional_pullback, is_refusal, pullback, replayed_pullback
+from .reverse import (
+    conj,
+    extended_pullback,
+    functional_pullback,
+    is_refusal,
+    pullback,
+    recorded,
+    replayed_pullback,
+    replayed_tangents,
+)
+from .seen import random_like
 from .tape import Tape, TAPES, TapeSite
 
 
@@ -28,9 +45,14 @@ class _Taped(Derivative):
     """A derivative that may be computed by the graph that `Record` has kept of `inner`."""
 
     @functools.cached_property
+    def untaped(self) -> Self:
+        """The same without a token."""
+        return dataclasses.replace(self, taped=False) if self.taped else self
+
+    @functools.cached_property
     def tape_site(self) -> TapeSite:
         """Where the graphs of `inner` are kept."""
-        return TAPES.site(self.inner)
+        return _site(self.inner)
 
     @functools.cached_property
     def learnt(self) -> LearntBackward:
@@ -97,22 +119,56 @@ class Jvp(_Taped):
 
     @functools.cached_property
     def forward(self) -> tuple[Program, ...]:
-        return (*self.inner.forward, self)
+        return (*self.inner.forward, self) if self._linear is None else self._linear.forward
+
+    @functools.cached_property
+    def _linear(self) -> "Vjp | None":
+        """The pullback that it is where `inner` is a pullback and linear in `wrt`."""
+        return _of_forward(Vjp, self)
 
     def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
         primals, tangents = self.split(inputs)
-        if self.taped and not functional:
-            _drop(self, inputs)
-        writes = self.learnt.writes
-        if writes is None and not functional:
-            return self._observed(primals, tangents, lambda ps, ts: self._tangents(ps, ts, False))
-        if writes:
-            tangents = [t.clone() for t in tangents]
-        return self._tangents(primals, tangents, functional)
+        tape = _taken(self, inputs, self.wrt) if self.taped and not functional else None
+        try:
+            writes = self.learnt.writes
+            if writes is None and not functional:
+                push = functools.partial(self._tangents, functional=False)
+                return self._observed(primals, tangents, push)
+            if writes:
+                tangents = [t.clone() for t in tangents]
+            pushed = None if tape is None else self._replay(tape, primals, tangents)
+            return self._tangents(primals, tangents, functional) if pushed is None else pushed
+        finally:
+            if tape is not None:
+                tape.held.release()
+
+    def _replay(self, tape: Tape, primals: Tensors, tangents: Tensors) -> list[torch.Tensor] | None:
+        """The tangents by the recorded graph, None if it does not have them.
+
+        Once, it is asked by random tangents whether it has.
+        """
+        inner, learnt = self.inner, self.learnt
+        if not isinstance(inner, Vjp) or learnt.symmetric is False:
+            return None
+        try:
+            if learnt.symmetric is None:
+                trial = random_like(tangents)
+                found = replayed_tangents(self, inner, tape, trial, keep=True)
+                learnt.symmetric = found is not None and all(
+                    map(_alike, found, self._tangents(primals, trial, False))
+                )
+            if learnt.symmetric:
+                return replayed_tangents(self, inner, tape, tangents, not tape.held.is_last)
+        except RuntimeError:
+            learnt.symmetric = False
+        return None
 
     def _tangents(
         self, primals: Tensors, tangents: Tensors, functional: bool
     ) -> list[torch.Tensor]:
+        if self._linear is not None:
+            n = len(self._linear.inner.ins)
+            return self._linear.run([*primals[:n], *tangents], functional)
         forward_mode = self.leaf.function.findings.forward_mode
         works = forward_mode.get(self, not self.inner.forward)  # dual numbers do not nest
         if functional:
@@ -157,9 +213,22 @@ class Vjp(_Taped):
     def broadcast(self, size: int, shared: Indices) -> Program:
         return Vjp(self.inner.broadcast(size, ()), self.wrt, self.of)
 
+    def prepare(self) -> None:
+        (self.inner if self._linear is None else self._linear).prepare()
+
+    @functools.cached_property
+    def forward(self) -> tuple[Program, ...]:
+        return self.inner.forward if self._linear is None else self._linear.forward
+
+    @functools.cached_property
+    def _linear(self) -> Jvp | None:
+        """The map of tangents that it is where `inner` is a pullback and linear in `wrt`."""
+        return _of_forward(Jvp, self)
+
     def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
         primals, cotangents = self.split(inputs)
-        tape = _taken(self, inputs) if self.taped and not functional else None
+        taken = self.taped and not functional
+        tape = _taken(self, inputs, self.wrt) if taken else None
         writes = self.learnt.writes
         if writes is None and not functional:
             return self._first_run(tape, primals, cotangents)
@@ -176,7 +245,7 @@ class Vjp(_Taped):
                 [], cotangents, lambda _, us: self._cotangents(tape, primals, us, False)
             )
         if tape is not None:
-            tape.kept.release()
+            tape.held.release()
         return self._observed(
             primals, cotangents, lambda ps, us: self._cotangents(None, ps, us, False)
         )
@@ -185,11 +254,11 @@ class Vjp(_Taped):
         self, tape: Tape | None, primals: Tensors, cotangents: Tensors, functional: bool
     ) -> list[torch.Tensor]:
         if self._complex:
-            cotangents = [_conj(u) for u in cotangents]
+            cotangents = [conj(u) for u in cotangents]
         results = None if tape is None else self._replay(tape, cotangents)
         if results is None:
             results = self._recomputed(primals, cotangents, functional)
-        return [_conj(r) for r in results] if self._complex else results
+        return [conj(r) for r in results] if self._complex else results
 
     @functools.cached_property
     def _complex(self) -> bool:
@@ -199,6 +268,9 @@ class Vjp(_Taped):
         self, primals: Tensors, cotangents: Tensors, functional: bool
     ) -> list[torch.Tensor]:
         """The cotangents by a new forward."""
+        if self._linear is not None:
+            n = len(self._linear.inner.ins)
+            return self._linear.run([*primals[:n], *cotangents], functional)
         if functional:
             return functional_pullback(self, primals, cotangents)
         differentiate = functools.partial(pullback, self, primals, cotangents)
@@ -215,22 +287,160 @@ class Vjp(_Taped):
             self.leaf.function.findings.grad_is_refused |= refused
             return None
         finally:
-            tape.kept.release()
+            tape.held.release()
+
+    def recorded(self, inputs: Tensors, wrt: Indices, copies: bool) -> tuple[Tensors, Tape | None]:
+        """The cotangents, and their graph by the inputs `wrt`, the token not counted.
+
+        There is none on the first run, which is on copies, nor where autograd does not see all of
+        the pullback: who differentiates it will have the error.
+        """
+        learnt = self.learnt
+        if learnt.writes is None or learnt.extends is False:
+            return self.run(inputs, False), None
+        primals, cotangents = self.split(inputs)
+        owned = copies or learnt.writes
+        if owned:
+            cotangents = [u.clone() for u in cotangents]
+        try:
+            results, tape = self._extended(inputs, primals, cotangents, wrt)
+        except Exception:
+            results, tape = self.untaped.run([*primals, *cotangents], False), None
+            learnt.extends = False
+        if tape is not None and owned:
+            addresses = [*tape.addresses[: len(primals)], *[None] * len(cotangents)]
+            tape = dataclasses.replace(tape, addresses=addresses)
+        return results, tape
+
+    def _extended(
+        self, inputs: Tensors, primals: Tensors, cotangents: Tensors, wrt: Indices
+    ) -> tuple[Tensors, Tape | None]:
+        learnt, own = self.learnt, tuple(i for i in wrt if i < len(primals))
+        needed = tuple(sorted({*self.wrt, *own}))
+        tape = _taken(self, inputs, needed) if self.taped else None
+        if tape is None:
+            _, tape = _recorded(self.inner, primals, needed, self.tape_site.copies)
+        if tape is None:
+            return self.untaped.run([*primals, *cotangents], False), None
+        longer = None
+        try:
+            results, longer = extended_pullback(
+                self, primals, tape, cotangents, own, learnt.plain or None
+            )
+            learnt.extends, learnt.plain = True, longer is None or longer.is_plain
+            return results, longer
+        finally:
+            if longer is None:
+                tape.held.release()
 
 
-def _taken(program: _Taped, inputs: Tensors) -> Tape | None:
-    """The recorded graph that the token names, if it is valid."""
+@cached_weakly
+@dataclasses.dataclass(frozen=True, repr=False)
+class Record(Derived):
+    """`inner`, which also gives tokens of the graph by which its inputs `wrt` reach its outputs.
+
+    Tokens are zero where nothing was kept.
+
+    Attributes:
+        inner: a program without a token, or a pullback with one, whose graph it extends.
+        wrt: the inputs that any of the derivatives is taken by.
+        count: how many derivatives there will be, each with a token of its own.
+    """
+
+    inner: Program
+    wrt: Indices
+    count: int = 1
+
+    @functools.cached_property
+    def ins(self) -> tuple[Spec, ...]:
+        return self.inner.ins
+
+    @functools.cached_property
+    def outs(self) -> tuple[Spec, ...]:
+        return (*self.inner.outs, *[TOKEN] * self.count)
+
+    @functools.cached_property
+    def order(self) -> int:
+        return self.inner.order
+
+    @property
+    def name(self) -> str:
+        return f"record({self.inner.name})"
+
+    def broadcast(self, size: int, shared: Indices) -> Program:
+        return Record(self.inner.broadcast(size, shared), self.wrt, self.count)
+
+    @functools.cached_property
+    def _evaluate(self) -> Callable[[Tensors, Indices, bool], tuple[Tensors, Tape | None]]:
+        if isinstance(self.inner, Vjp):
+            return self.inner.recorded
+        return functools.partial(recorded, self.inner)
+
+    @functools.cached_property
+    def _site(self) -> TapeSite:
+        return _site(self.inner.untaped if isinstance(self.inner, _Taped) else self.inner)
+
+    @functools.cached_property
+    def _by(self) -> Indices:
+        """`wrt`, where the token of the pullback is not counted."""
+        if not (isinstance(self.inner, _Taped) and self.inner.taped):
+            return self.wrt
+        token = len(self.inner.inner.ins)
+        return tuple(i - (i > token) for i in self.wrt)
+
+    def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
+        refused = self.leaf.function.findings.grad_is_refused
+        if functional or refused or not inputs[0].is_cpu:
+            # Made on the device: to copy a token there would be to wait for it.
+            nothing = torch.zeros(1, dtype=torch.int32, device=inputs[0].device)
+            return [*self.inner.run(inputs, functional), *[nothing] * self.count]
+        results, tape = self._evaluate(inputs, self._by, self._site.copies)
+        tokens = [0] * self.count if tape is None else TAPES.put(self._site, tape, self.count)
+        return [*results, *[torch.full((1,), token, dtype=torch.int32) for token in tokens]]
+
+
+def _recorded(
+    program: Program, inputs: Tensors, wrt: Indices, copies: bool
+) -> tuple[Tensors, Tape | None]:
+    """What `Record` computes, for a derivative that has found no graph."""
+    if isinstance(program, Vjp):
+        return program.recorded(inputs, wrt, copies)
+    return recorded(program, inputs, wrt, copies)
+
+
+def _site(program: Program) -> TapeSite:
+    behind = program.tape_site if isinstance(program, Vjp) else None
+    return TAPES.site(program, behind)
+
+
+def _taken(program: _Taped, inputs: Tensors, wrt: Indices) -> Tape | None:
+    """The recorded graph that the token names, if it is valid and has these inputs."""
     primals, token = inputs[: len(program.inner.ins)], inputs[len(program.inner.ins)]
     if not token.is_cpu:  # reading it would wait for the device
         return None
-    return TAPES.take(program.tape_site, int(token), primals, program.wrt)
+    return TAPES.take(program.tape_site, int(token), primals, wrt)
 
 
-def _drop(jvp: Jvp, inputs: Tensors) -> None:
-    """Forward mode has no use for the graph."""
-    tape = _taken(jvp, inputs)
-    if tape is not None:
-        tape.kept.release()
+_Kind = TypeVar("_Kind", "Jvp", "Vjp")
+
+
+def _of_forward(kind: type[_Kind], program: Derivative) -> _Kind | None:
+    """A derivative of a pullback by cotangents, as a derivative of the forward.
+
+    Since the pullback is linear in these, its tangent is a pullback, and its adjoint a tangent.
+    """
+    inner = program.inner
+    if not (isinstance(inner, Vjp) and inner.linear.issuperset(program.wrt)):
+        return None
+    of = pick(inner.of, [i - len(inner.inner.ins) for i in program.wrt])
+    return kind(inner.inner, pick(inner.wrt, program.of), of)
+
+
+def _alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    found, expected = found.detach(), expected.detach()
+    tolerance = torch.finfo(expected.dtype).eps ** 0.5
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * scale)
 
 
 def _through_forward_mode(
@@ -255,7 +465,3 @@ def _through_forward_mode(
         for p in dual:
             forward_mode.pop(p, None)
         raise
-
-
-def _conj(x: torch.Tensor) -> torch.Tensor:
-    return x.conj() if x.is_complex() else x

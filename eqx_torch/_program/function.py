@@ -90,9 +90,16 @@ class LearntBackward:
 
     Attributes:
         writes: whether it writes to what it is given, None if that is not known.
+        extends: whether it can extend the graph of its forward, None if that is not known.
+        plain: whether that graph consisted of torch's own nodes, None if that is not known.
+        symmetric: of the tangents of a pullback, whether they are cotangents of it too, None if
+            that is not known.
     """
 
     writes: bool | None = None
+    extends: bool | None = None
+    plain: bool | None = None
+    symmetric: bool | None = None
 
 
 @dataclasses.dataclass(eq=False)

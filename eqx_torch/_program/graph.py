@@ -29,6 +29,11 @@ def is_users(node: Any) -> bool:
     return isinstance(node, BackwardCFunction) and not isinstance(node, _OWN)
 
 
+def is_error(node: Any) -> bool:
+    """Whether it raises what torch has to say where there is no derivative."""
+    return node.name() == "torch::autograd::Error"
+
+
 def dense(gradient: torch.Tensor) -> torch.Tensor:
     """The same gradient, as JAX has it."""
     return gradient if gradient.layout is torch.strided else gradient.to_dense()

@@ -8,7 +8,8 @@ respect to the Hermitian product. They differ by a conjugation before and one af
 J^T u = conj(J^H conj(u)). The functions here are torch's.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ import torch
 from .._compat import run_backward
 from .._errors import EqxTorchError
 from .attention import explain_attention
-from .base import Derivative, pick, replaced, Tensors
-from .graph import dense, is_users, nodes_behind, with_dense_gradient
+from .base import Derivative, Indices, pick, Program, replaced, Tensors
+from .graph import dense, is_error, is_users, nodes_behind, with_dense_gradient
 from .seen import (
     is_seen,
     nearby,
@@ -27,7 +28,7 @@ from .seen import (
     refusing_unseen,
     rounding,
 )
-from .tape import Tape
+from .tape import Held, Tape
 
 
 # How reentrant checkpoints refuse `torch.autograd.grad`.
@@ -71,13 +72,122 @@ def pullback(vjp: Derivative, primals: Tensors, cotangents: Tensors) -> list[tor
     return _accumulated(forward(*active), active, cotangents)
 
 
+def recorded(
+    program: Program, inputs: Tensors, wrt: Indices, copies: bool
+) -> tuple[Tensors, Tape | None]:
+    """The outputs of a program, and the graph by which the inputs `wrt` reach them."""
+    primals = [x.clone() for x in inputs] if copies else inputs
+    active = [leaf_of(primals[i]) for i in wrt]
+    results = program.run(replaced(primals, wrt, active), False)
+    edges = [_edge(y) for y in results]
+    if not any(edges):
+        return results, None
+    return results, Tape(
+        inputs=dict(zip(wrt, active, strict=True)),
+        outputs=edges,
+        addresses=[None if copies else x.data_ptr() for x in inputs],
+        held=Held(program.leaf.function.code.keep()),
+    )
+
+
 def replayed_pullback(vjp: Derivative, tape: Tape, cotangents: Tensors) -> list[torch.Tensor]:
     """The pullback, by the graph that a forward has recorded."""
-    edges = pick(tape.outputs, vjp.of)
-    pairs = [(edge, u) for edge, u in zip(edges, cotangents, strict=True) if edge is not None]
+    pairs = zip(pick(tape.outputs, vjp.of), cotangents, strict=True)
     inputs = [tape.inputs[i] for i in vjp.wrt]
-    with tape.kept.guard:
-        return _gradients_of(pairs, inputs, create_graph=False)
+    with tape.held.guard:
+        return _gradients_of(pairs, inputs, create_graph=False, keep=not tape.held.is_last)
+
+
+def extended_pullback(
+    vjp: Derivative,
+    primals: Tensors,
+    tape: Tape,
+    cotangents: Tensors,
+    wrt: Indices,
+    plain: bool | None,
+) -> tuple[list[torch.Tensor], Tape | None]:
+    """The pullback, and its graph: that of a forward, extended.
+
+    Raises where autograd does not see all of it. Torch's own nodes it sees, if it has on one run.
+
+    Args:
+        vjp: the pullback.
+        primals: its primals.
+        tape: the graph of the forward, which the new one shares.
+        cotangents: its cotangents, whose memory the graph borrows.
+        wrt: the primals that the pullback is differentiated by.
+        plain: whether an earlier run has consisted of torch's own nodes, None if there was none.
+    """
+    seeds = [u.detach().requires_grad_() for u in cotangents]
+    us = list(map(conj, seeds))
+    behind = [edge.node for edge in tape.outputs if edge is not None]
+    with tape.held.guard:
+        extend = functools.partial(_extended, vjp, tape, us)
+        results = extend() if plain else _seen(vjp, extend, nodes_behind(behind), bool(wrt))
+        edges = [_edge(x) for x in results]
+        nodes = nodes_behind([*behind, *(edge.node for edge in edges if edge is not None)])
+        is_plain = not any(map(is_users, nodes))
+        if plain and not is_plain:
+            return extended_pullback(vjp, primals, tape, cotangents, wrt, plain=None)
+        if plain is None and not is_plain:
+            refuse_unseen_nearby(vjp, primals, _NO_SECOND.format(name=vjp.leaf.name))
+    refuse_errors(nodes)
+    if not any(edges):
+        return results, None
+    return results, Tape(
+        inputs={i: tape.inputs[i] for i in wrt} | dict(enumerate(seeds, len(primals))),
+        outputs=edges,
+        addresses=[*tape.addresses, *[u.data_ptr() for u in cotangents]],
+        held=tape.held,
+        behind=tape,
+        is_plain=is_plain and not vjp.leaf.function.ways_to_write.hooks,
+    )
+
+
+def _extended(vjp: Derivative, tape: Tape, cotangents: Tensors) -> list[torch.Tensor]:
+    pairs = zip(pick(tape.outputs, vjp.of), cotangents, strict=True)
+    inputs = [tape.inputs[i] for i in vjp.wrt]
+    return [conj(x) for x in _gradients_of(pairs, inputs, create_graph=True)]
+
+
+def _seen(
+    vjp: Derivative,
+    extend: Callable[[], list[torch.Tensor]],
+    nodes: Sequence[Any],
+    by_primals: bool,
+) -> list[torch.Tensor]:
+    """The result of `extend`, by a backward through these nodes of which autograd sees all."""
+    message = _NO_SECOND.format(name=vjp.leaf.name)
+    with refusing_unseen(nodes, message, by_primals):
+        results = extend()
+    refuse_unseen(results, message)
+    return results
+
+
+def replayed_tangents(
+    jvp: Derivative, vjp: Derivative, tape: Tape, tangents: Tensors, keep: bool
+) -> list[torch.Tensor] | None:
+    """The tangents of the pullback `vjp`, by its recorded graph; None if that does not have them.
+
+    Let g = J(x)^T u be the pullback. For the inputs x that it is taken by, dg/dx is a Hessian, of
+    u f(x), and so symmetric: tangents are cotangents, those of g for dx. And g is linear in u: its
+    tangent for du is the pullback of du by the graph of the forward. The sum of both is one
+    backward through both graphs.
+    """
+    if tape.behind is None or not tape.is_plain:
+        return None
+    count = len(vjp.inner.ins)
+    if any(i < count and i not in vjp.wrt for i in jvp.wrt):
+        return None
+    edges = [
+        tape.outputs[vjp.wrt.index(i)] if i < count else tape.behind.outputs[vjp.of[i - count]]
+        for i in jvp.wrt
+    ]
+    inputs = [tape.behind.inputs[i] for i in pick(vjp.wrt, jvp.of)]
+    pairs = zip(edges, map(conj, tangents), strict=True)
+    with tape.held.guard:
+        pushed = _gradients_of(pairs, inputs, create_graph=False, keep=keep)
+    return list(map(conj, pushed))
 
 
 def functional_pullback(
@@ -112,6 +222,11 @@ def leaf_of(x: torch.Tensor) -> torch.Tensor:
     return with_dense_gradient(x) if x.requires_grad else x.detach().requires_grad_()
 
 
+def conj(x: torch.Tensor) -> torch.Tensor:
+    """Between JAX's cotangents and torch's."""
+    return x.conj() if x.is_complex() else x
+
+
 def requires_gradient(tensors: Tensors) -> bool:
     """Whether an outer derivative is taken by any of these."""
     return any(t.requires_grad for t in tensors)
@@ -121,8 +236,8 @@ def gradients(
     outputs: Tensors, inputs: Tensors, cotangents: Tensors, create_graph: bool
 ) -> list[torch.Tensor]:
     """`torch.autograd.grad`, with zeros where nothing depends on an input."""
-    pairs = [(y, u) for y, u in zip(outputs, cotangents, strict=True) if y.requires_grad]
-    return _gradients_of(pairs, inputs, create_graph)
+    roots = [y if y.requires_grad else None for y in outputs]
+    return _gradients_of(zip(roots, cotangents, strict=True), inputs, create_graph, create_graph)
 
 
 def refuse_errors(nodes: Sequence[Any]) -> None:
@@ -132,7 +247,7 @@ def refuse_errors(nodes: Sequence[Any]) -> None:
     `torch.autograd.grad` would pass it by and take the derivative to be zero.
     """
     for node in nodes:
-        if node.name() == "torch::autograd::Error":
+        if is_error(node):
             _raise_error_of(node)
 
 
@@ -186,14 +301,25 @@ def is_seen_by_draws(pulled: Tensors, cotangents: Tensors) -> bool | None:
 
 
 def _gradients_of(
-    pairs: Sequence[tuple[Any, torch.Tensor]], inputs: Tensors, create_graph: bool
+    pairs: Iterable[tuple[Any, torch.Tensor]],
+    inputs: Tensors,
+    create_graph: bool,
+    keep: bool = True,
 ) -> list[torch.Tensor]:
-    """The gradients for pairs of an output, or where its graph begins, and its cotangent."""
+    """The gradients for pairs of an output and its cotangent.
+
+    Args:
+        pairs: in the place of an output may stand where its graph begins, or None if it has none.
+        inputs: what the gradients are by.
+        create_graph: whether they are to be differentiated.
+        keep: whether the graph is used again.
+    """
+    pairs = [(y, u) for y, u in pairs if y is not None]
     if not pairs:
         return [torch.zeros_like(x) for x in inputs]
     outputs, cotangents = zip(*pairs, strict=True)
     try:
-        grads = run_backward(outputs, cotangents, tuple(inputs), create_graph)
+        grads = run_backward(outputs, cotangents, tuple(inputs), keep, create_graph)
     except RuntimeError as error:
         explain_attention(error)
         raise
@@ -210,6 +336,10 @@ def _accumulated(outputs: Tensors, inputs: Tensors, cotangents: Tensors) -> list
         ys, us = zip(*pairs, strict=True)
         torch.autograd.backward(ys, us)
     return [_dense(x.grad, x) for x in inputs]
+
+
+def _edge(y: torch.Tensor) -> torch.autograd.graph.GradientEdge | None:
+    return torch.autograd.graph.get_gradient_edge(y) if y.requires_grad else None
 
 
 def _dense(gradient: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,21 @@
-"""The tape: autograd graphs that forwards have recorded, kept for their backwards.
+"""The tape: autograd graphs that programs have recorded, kept for their derivatives.
 
-A recording forward returns a token beside its outputs, and the backward brings it back with the
-primals. The graph may refer to the primals by their memory, which is XLA's, and so is used only
-if it is provably the graph of what the backward was given:
+A recording program returns tokens beside its outputs, one for each derivative that will be taken
+of it, and each derivative brings its token back with the primals. The graph may refer to the
+primals by their memory, which is XLA's, and so is used only if it is provably the graph of what
+the derivative was given:
 
-- the token names it, and it has not been used;
+- the token names it, and has not been used;
 - each primal lies at the address at which it was recorded. XLA passes primals by value, so equal
   addresses mean equal contents, also for tensors that a graph hides from autograd.
 
-Otherwise the backward recomputes, with the same result. Where addresses have differed (the slices
-of a `lax.scan` move), later forwards of that program record on copies of their inputs, so that the
-graph owns all it needs and the token alone is proof.
+Otherwise the derivative recomputes, with the same result. Where addresses have differed (the
+slices of a `lax.scan` move), later runs of that program record on copies of their inputs, so that
+the graph owns all it needs and the token alone is proof.
+
+A pullback that is differentiated again extends the graph of its forward, as `create_graph` does in
+torch, and records that under a token of its own. Graphs that share nodes are `Held` together: the
+last one to be used frees their buffers as it goes, and gives back what the call has borrowed.
 
 Memory is bounded. A program may have a few graphs outstanding, the oldest of which is dropped for
 a new one; when a dropped one is asked for, its program may have twice as many. So a pullback that
@@ -56,6 +61,38 @@ class Kept:
     release: Callable[[], None] = lambda: None
 
 
+class Held:
+    """What graphs that share nodes need, and how many tokens name one of these graphs.
+
+    Attributes:
+        guard: a context to be in while a backward runs through them.
+    """
+
+    def __init__(self, kept: Kept) -> None:
+        self.guard = kept.guard
+        self._give_back = kept.release
+        self._tokens = 1
+        self._lock = threading.Lock()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nobody but the caller, who has taken a graph, will use any of them."""
+        return self._tokens == 1
+
+    def share(self, others: int) -> None:
+        """Takes note of further tokens."""
+        with self._lock:
+            self._tokens += others
+
+    def release(self) -> None:
+        """Takes note that a token has been used or dropped."""
+        with self._lock:
+            self._tokens -= 1
+            done = self._tokens == 0
+        if done:
+            self._give_back()
+
+
 @dataclasses.dataclass(frozen=True)
 class Tape:
     """One recorded graph.
@@ -63,19 +100,29 @@ class Tape:
     Attributes:
         inputs: for each recorded input, the tensor to differentiate by.
         outputs: for each output, where the graph of it begins, None if it has none.
-        addresses: of all inputs, None if the graph owns all it needs.
-        kept: what the call has borrowed.
+        addresses: of all inputs, None for those of which the graph owns all it needs.
+        held: what it needs and shares.
+        behind: for the graph of a pullback, that of the forward, which it extends.
+        is_plain: whether it consists of torch's own nodes.
     """
 
     inputs: dict[int, torch.Tensor]
     outputs: Sequence[Any]
-    addresses: tuple[int, ...] | None
-    kept: Kept
+    addresses: Sequence[int | None]
+    held: Held
+    behind: "Tape | None" = None
+    is_plain: bool = False
 
     @property
     def is_users(self) -> bool:
         """Whether a part of the backward is a user's."""
-        return any(map(is_users, nodes_behind(y.node for y in self.outputs if y is not None)))
+        own = any(map(is_users, nodes_behind(y.node for y in self.outputs if y is not None)))
+        return own or (self.behind is not None and self.behind.is_users)
+
+    def is_of(self, primals: Tensors) -> bool:
+        """Whether these are what was recorded."""
+        pairs = zip(self.addresses, primals, strict=True)
+        return all(address is None or address == x.data_ptr() for address, x in pairs)
 
 
 class _Sized(NamedTuple):
@@ -89,16 +136,24 @@ class TapeSite:
     """The outstanding graphs of one program, oldest first, and which were dropped.
 
     Attributes:
+        behind: for a pullback, that of the forward whose graphs its own ones extend.
         copies: whether to record on copies of the inputs.
         bytes: how much memory the next graph will hold, None if that is not known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, behind: "TapeSite | None" = None) -> None:
+        self.behind = behind
         self.tapes: collections.OrderedDict[int, _Sized] = collections.OrderedDict()
         self.dropped: collections.deque[int] = collections.deque(maxlen=LAST_LIMIT)
         self.limit = FIRST_LIMIT
         self.copies = False
         self.bytes: int | None = None
+
+    def record_copies(self) -> None:
+        """From now on records on copies of the inputs."""
+        self.copies, self.bytes = True, None
+        if self.behind is not None:
+            self.behind.record_copies()
 
     def reset(self) -> None:
         """Drops the graphs."""
@@ -122,23 +177,25 @@ class Tapes:
         self._memory = memory
         self._held = 0
 
-    def site(self, program: Program) -> TapeSite:
+    def site(self, program: Program, behind: TapeSite | None = None) -> TapeSite:
         """Where the graphs of a program are kept."""
         with self._lock:
-            return self._sites.setdefault(program, TapeSite())
+            return self._sites.setdefault(program, TapeSite(behind))
 
-    def put(self, site: TapeSite, tape: Tape) -> int:
-        """Keeps a graph; returns its token."""
-        token = next(self._tokens) & 0x7FFFFFFF
+    def put(self, site: TapeSite, tape: Tape, count: int = 1) -> list[int]:
+        """Keeps a graph; returns tokens for it."""
+        tokens = [next(self._tokens) & 0x7FFFFFFF for _ in range(count)]
         size = _saved_bytes(tape) if site.bytes is None else site.bytes
+        tape.held.share(count - 1)
         with self._lock:
             site.bytes = size
-            site.tapes[token] = _Sized(tape, size)
-            self._held += size
+            for token in tokens:
+                site.tapes[token] = _Sized(tape, size)
+            self._held += count * size
             dropped = list(self._excess(site))
         for old in dropped:
-            old.kept.release()
-        return token
+            old.held.release()
+        return tokens
 
     def take(self, site: TapeSite, token: int, primals: Tensors, wrt: Indices) -> Tape | None:
         """The graph with this token if it is valid for these primals; it is then the caller's."""
@@ -149,12 +206,12 @@ class Tapes:
                     site.limit *= 2
                 return None
             self._held -= size
-        here = tape.addresses is None or tape.addresses == addresses(primals)
+        here = tape.is_of(primals)
         if here and tape.inputs.keys() >= set(wrt):
             return tape
         if not here:
-            site.copies, site.bytes = True, None
-        tape.kept.release()
+            site.record_copies()
+        tape.held.release()
         return None
 
     def clear(self) -> None:
@@ -165,7 +222,7 @@ class Tapes:
                 site.reset()
             self._held = 0
         for tape in tapes:
-            tape.kept.release()
+            tape.held.release()
 
     def __len__(self) -> int:
         with self._lock:
@@ -193,14 +250,9 @@ class Tapes:
         return itertools.chain.from_iterable(s.tapes.values() for s in self._sites.values())
 
 
-def addresses(tensors: Tensors) -> tuple[int, ...]:
-    """Where the tensors lie in memory."""
-    return tuple([x.data_ptr() for x in tensors])
-
-
 def _saved_bytes(tape: Tape) -> int:
     """The memory that a graph holds, beside what is XLA's."""
-    borrowed = set(tape.addresses or ())
+    borrowed = set(tape.addresses)
     roots = (edge.node for edge in tape.outputs if edge is not None)
     saved = (tensor for node in nodes_behind(roots) for tensor in _saved_tensors(node))
     storages = dict(map(_memory, (*tape.inputs.values(), *saved)))

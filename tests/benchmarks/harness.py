@@ -45,12 +45,17 @@ class Burst:
     pause: float = 0.01  # seconds in which the OpenMP threads of the last arm stop spinning
 
 
-def in_turns(arms: Mapping[str, Callable[[int], Any]], burst: Burst) -> Times:
-    """Seconds of one call of each arm, once a round.
+def in_turns(
+    arms: Mapping[str, Callable[[int], Any]],
+    burst: Burst,
+    clock: Callable[[], float] | None = None,
+) -> Times:
+    """Seconds of one call of each arm by the clock, once a round.
 
     An arm takes how often to call, calls, and returns when the last result is there. Each has to be
     warm: what compiles has compiled.
     """
+    clock = clock or time.perf_counter
     calls = {name: _calls_in(arm, burst.milliseconds / 1000) for name, arm in arms.items()}
     times: Times = {name: [] for name in arms}
     names = list(arms)
@@ -60,7 +65,7 @@ def in_turns(arms: Mapping[str, Callable[[int], Any]], burst: Burst) -> Times:
         for name in names:
             time.sleep(burst.pause)
             arms[name](1)
-            times[name].append(_seconds(arms[name], calls[name]) / calls[name])
+            times[name].append(_seconds(arms[name], calls[name], clock) / calls[name])
         names = names[1:] + names[:1]
         done += 1
     return times
@@ -69,15 +74,15 @@ def in_turns(arms: Mapping[str, Callable[[int], Any]], burst: Burst) -> Times:
 def _calls_in(arm: Callable[[int], Any], seconds: float) -> int:
     arm(2)
     calls = 1
-    while (taken := _seconds(arm, calls)) < seconds / 4:
+    while (taken := _seconds(arm, calls, time.perf_counter)) < seconds / 4:
         calls *= 2
     return max(1, round(calls * seconds / taken))
 
 
-def _seconds(arm: Callable[[int], Any], calls: int) -> float:
-    start = time.perf_counter()
+def _seconds(arm: Callable[[int], Any], calls: int, clock: Callable[[], float]) -> float:
+    start = clock()
     arm(calls)
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def pair(values: Sequence[float], scale: float = 1.0) -> Pair:

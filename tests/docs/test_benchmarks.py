@@ -19,6 +19,7 @@ from ..benchmarks import (
     arms,
     call_overhead,
     devices,
+    forces,
     harness,
     memory,
     models,
@@ -194,6 +195,16 @@ def test_batches(tmp_path, capsys, function):
 @pytest.mark.slow
 def test_every_batched_forward_is_torchs(case):
     vmap.check(case.name, vmap.forwards(case, 2))
+
+
+@pytest.mark.slow
+def test_forces(tmp_path, capsys):
+    result = forces.run([forces.Case(3, 4)], SHORT, tmp_path)
+    calls = [row["call"] for row in result["rows"]]
+    assert calls == [f"{what}, 3 atoms, width 4" for what in forces.AIMS]
+    for row in result["rows"]:
+        assert_figures(row, "torch, ms", "ours, ms", "ours / torch")
+    assert_written(result, tmp_path, capsys)
 
 
 @pytest.mark.slow

@@ -97,6 +97,32 @@ def test_finetune_transformer():
 
 
 @pytest.mark.slow
+def test_lora():
+    figures = run("lora", steps=150)
+    assert figures["ascending"] > 0.9
+    assert figures["descending without"] < 0.3
+    assert figures["descending"] > 0.6  # by a tenth of the numbers
+    assert figures["merged"] == figures["descending"]
+    assert figures["trained"] < 0.1
+
+
+@pytest.mark.slow
+def test_hybrid(picture):
+    errors = run("hybrid", picture=picture, steps=150)
+    assert errors["with an Equinox layer"] < 0.2 * errors["torch alone"]
+
+
+@pytest.mark.slow
+def test_patching(picture):
+    figures = run("patching", picture=picture, steps=100)
+    assert figures["accuracy"] > 0.95
+    # What is asked for moves from the place of the digit to that of the pointer, by no other.
+    assert figures["at the digit first"] > 0.2
+    assert figures["at the pointer last"] > 0.99
+    assert figures["elsewhere"] < 0.2
+
+
+@pytest.mark.slow
 def test_hessian(picture):
     figures = run("hessian", picture=picture, hidden=3, steps=60, count=4)
     assert figures["difference"] < 1e-8

@@ -91,6 +91,19 @@ def _eager_gradients() -> Step:
     return lambda i: f(_X)
 
 
+def _force_training() -> Step:
+    def loss(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        return lambda w, x: (jax.grad(_summed(f), 1)(w, x) ** 2).sum()
+
+    f = jax.jit(jax.grad(loss(torch2jax(lambda w, x: _curved(w * x)))))
+    return lambda i: f(_X, _X)
+
+
+def _dropped_pullbacks_of_pullbacks() -> Step:
+    f = torch2jax(_curved)
+    return lambda i: jax.vjp(jax.grad(_summed(f)), _X)[0]
+
+
 def _dropped_pullbacks() -> Step:
     f = torch2jax(_curved)
     return lambda i: jax.vjp(f, _X)[0]
@@ -200,7 +213,9 @@ WORKLOADS: dict[str, Callable[[], Step]] = {
     "eager calls": _eager_calls,
     "gradients": _gradients,
     "eager gradients": _eager_gradients,
+    "force training": _force_training,
     "dropped pullbacks": _dropped_pullbacks,
+    "dropped pullbacks of pullbacks": _dropped_pullbacks_of_pullbacks,
     "dropped pullbacks of jit": _dropped_pullbacks_of_jit,
     "dropped pullbacks of a module": _dropped_pullbacks_of_module,
     "vmap": _vmap,
