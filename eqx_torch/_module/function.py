@@ -18,7 +18,18 @@ import numpy as np
 import torch
 
 from .._errors import ModuleError
-from .._program import drawing_from, Kept, Learnt, Own, own_generator, Run, Site, Spec, Tensors
+from .._program import (
+    drawing_from,
+    Guard,
+    Kept,
+    Learnt,
+    Own,
+    own_generator,
+    Run,
+    Site,
+    Spec,
+    Tensors,
+)
 from .._trees import flatten_result, Structure
 from .._watch import Draws, storage_key, Watch
 from .blueprint import Blueprint, Skeleton
@@ -151,7 +162,9 @@ class ModuleCode:
     def keep(self) -> Kept:
         items, generator = self._held.items[:], own_generator()
         self._held.items.clear()
-        guard = _UNCHANGED if generator is None else drawing_from(generator)
+        guard: Guard = contextlib.nullcontext
+        if generator is not None:
+            guard = functools.partial(drawing_from, generator)
         _end(self._held.random)
         return Kept(guard, lambda: _end(items))
 

@@ -94,7 +94,7 @@ def capture(
         >>> from eqx_torch import from_torch
         >>> model = from_torch(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()))
         >>> y, captured = capture(model, "0")(jnp.ones(3))
-        >>> bool((y == jnp.tanh(captured["0"])).all())
+        >>> jnp.allclose(y, jnp.tanh(captured["0"]), atol=1e-6).item()
         True
     """
     _check_model("capture", model)
@@ -286,8 +286,8 @@ def fsdp(model: TorchModule, axis: str) -> TorchModule:
         >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
         >>> with jax.set_mesh(mesh):
         ...     model = fsdp(from_torch(torch.nn.Linear(3, 2)), "data")
-        ...     print(model.params["weight"].weight.sharding.spec)
-        PartitionSpec(None, 'data')
+        ...     print(model.params["weight"].weight.sharding.spec[1])
+        data
     """
     _check_model("fsdp", model)
     mesh = jax.sharding.get_mesh()

@@ -258,7 +258,7 @@ def trainable(model: PyTree) -> PyTree:
         >>> layer = torch.nn.Linear(3, 2)
         >>> _ = layer.bias.requires_grad_(False)
         >>> trainable(from_torch(layer)).params
-        {'bias': False, 'weight': True}
+        {'weight': True, 'bias': False}
     """
     return jax.tree.map(_marked, model, is_leaf=_is_module)
 

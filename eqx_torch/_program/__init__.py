@@ -41,4 +41,4 @@ from .interposed import interposing as interposing, with_interposed as with_inte
 from .leaf import Leaf as Leaf, same_bits as same_bits, write_error as write_error
 from .results import opened as opened
 from .site import argument_name as argument_name, Own as Own, Site as Site
-from .tape import Kept as Kept, TAPES as TAPES
+from .tape import Guard as Guard, Kept as Kept, TAPES as TAPES

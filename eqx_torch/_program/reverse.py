@@ -94,7 +94,7 @@ def replayed_pullback(vjp: Derivative, tape: Tape, cotangents: Tensors) -> list[
     """The pullback, by the graph that a forward has recorded."""
     pairs = zip(pick(tape.outputs, vjp.of), cotangents, strict=True)
     inputs = [tape.inputs[i] for i in vjp.wrt]
-    with tape.held.guard:
+    with tape.held.guard():
         return _gradients_of(pairs, inputs, create_graph=False, keep=not tape.held.is_last)
 
 
@@ -121,7 +121,7 @@ def extended_pullback(
     seeds = [u.detach().requires_grad_() for u in cotangents]
     us = list(map(conj, seeds))
     behind = [edge.node for edge in tape.outputs if edge is not None]
-    with tape.held.guard:
+    with tape.held.guard():
         extend = functools.partial(_extended, vjp, tape, us)
         results = extend() if plain else _seen(vjp, extend, nodes_behind(behind), bool(wrt))
         edges = [_edge(x) for x in results]
@@ -185,7 +185,7 @@ def replayed_tangents(
     ]
     inputs = [tape.behind.inputs[i] for i in pick(vjp.wrt, jvp.of)]
     pairs = zip(edges, map(conj, tangents), strict=True)
-    with tape.held.guard:
+    with tape.held.guard():
         pushed = _gradients_of(pairs, inputs, create_graph=False, keep=keep)
     return list(map(conj, pushed))
 

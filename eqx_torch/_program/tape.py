@@ -32,7 +32,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -46,18 +46,19 @@ LAST_LIMIT = 4096
 _NONE = (None, 0)
 
 
+Guard: TypeAlias = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Kept:
     """What a recorded call has borrowed.
 
     Attributes:
-        guard: a context to be in while its backward runs.
+        guard: makes a context to be in while its backward runs.
         release: gives it back.
     """
 
-    guard: contextlib.AbstractContextManager[Any] = dataclasses.field(
-        default_factory=contextlib.nullcontext
-    )
+    guard: Guard = contextlib.nullcontext
     release: Callable[[], None] = lambda: None
 
 
@@ -65,7 +66,7 @@ class Held:
     """What graphs that share nodes need, and how many tokens name one of these graphs.
 
     Attributes:
-        guard: a context to be in while a backward runs through them.
+        guard: makes a context to be in while a backward runs through them.
     """
 
     def __init__(self, kept: Kept) -> None:
