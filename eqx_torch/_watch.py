@@ -21,7 +21,6 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
-import jax
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -29,6 +28,7 @@ from ._compat import (
     is_functorch_wrapped_tensor,
     StorageWeakRef,
     SWAPPING,
+    torch_tree,
     TorchDispatchMode,
     without_modes,
     WithoutFunctionModes,
@@ -428,7 +428,8 @@ def _bound(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, 
 
 def _dense(tree: Any) -> list[torch.Tensor]:
     """The tensors in what an operator takes or gives that have one storage each."""
-    leaves = jax.tree.leaves(tree)
+    # Not JAX's trees: torch's compiler calls dispatch modes with tensors that they do not take.
+    leaves = torch_tree.tree_leaves(tree)
     return [x for x in leaves if isinstance(x, torch.Tensor) and x.layout is torch.strided]
 
 
