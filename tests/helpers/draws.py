@@ -49,4 +49,5 @@ def beside(work: Any) -> Any:
     finally:
         stop.set()
         thread.join()
-    assert not errors
+    for error in errors:
+        raise error

@@ -150,6 +150,9 @@ def _unkeyed(draw: random.Random) -> Callable[[], None]:
 
     wrapped = jax.jit(jax.value_and_grad(lambda x: torch2jax(f)(x).sum()))
     x = jax.device_put(jnp.ones(_SHAPE), draw.choice(jax.devices()))
+    with warnings.catch_warnings():  # of numbers that no key decides, once
+        warnings.simplefilter("ignore")
+        jax.block_until_ready(wrapped(x))
     return lambda: jax.block_until_ready(wrapped(x))
 
 
