@@ -58,10 +58,15 @@ def select(model: TorchModule, patterns: str | Sequence[str]) -> PyTree:
         {'bias': True, 'weight': False}
     """
     _check_model("select", model)
-    named = _named_leaves(model)
-    chosen = set(matching("parameter", model.core, patterns, [name for name, _ in named]))
-    marked = {id(leaf) for name, leaf in named if name in chosen}
-    return jax.tree.map(lambda leaf: id(leaf) in marked, model)
+    known = [*_leaf_names(model.params), *_leaf_names(model.inserted)]
+    chosen = set(matching("parameter", model.core, patterns, known))
+    marked = {
+        field: jax.tree.unflatten(
+            jax.tree.structure(tree), [name in chosen for name in _leaf_names(tree)]
+        )
+        for field, tree in (("params", model.params), ("inserted", model.inserted))
+    }
+    return dataclasses.replace(jax.tree.map(lambda _: False, model), **marked)
 
 
 def capture(
@@ -335,16 +340,15 @@ def _spread(param: Any, axis: str, mesh: Any) -> Any:
     )
 
 
-def _named_leaves(model: TorchModule) -> list[tuple[str, Any]]:
-    """Each array of the parameters and of what was inserted, with its name."""
-    leaves = []
-    for tree in (model.params, model.inserted):
-        for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
-            name, *rest = (jtu.keystr((key,), simple=True) for key in path)
-            is_base = rest[:1] == ["weight"] and isinstance(tree[name], Reparametrised)
-            own = [key for key in rest if key != "function"]
-            leaves.append((".".join([name, *(own[1:] if is_base else own)]), leaf))
-    return leaves
+def _leaf_names(tree: dict[str, Any]) -> list[str]:
+    """The name of each leaf of a model's parameters, or of what was inserted."""
+    names = []
+    for path, _ in jtu.tree_flatten_with_path(tree)[0]:
+        name, *rest = (jtu.keystr((key,), simple=True) for key in path)
+        is_base = rest[:1] == ["weight"] and isinstance(tree[name], Reparametrised)
+        own = [key for key in rest if key != "function"]
+        names.append(".".join([name, *(own[1:] if is_base else own)]))
+    return names
 
 
 def _with_edits(model: TorchModule, edits: Edits) -> TorchModule:

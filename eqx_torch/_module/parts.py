@@ -247,10 +247,10 @@ def _tensor(model: Any, name: str, tensor: torch.Tensor) -> Any:
 
 def _is_plain(module: torch.nn.Module, name: str) -> bool:
     """Whether an attribute is data, neither computed nor a method."""
-    if name in vars(module):
-        value = vars(module)[name]
-    else:
-        value = inspect.getattr_static(type(module), name, inspect.getattr_static)
+    try:
+        value = inspect.getattr_static(module, name)
+    except AttributeError:
+        return False
     is_code = inspect.isroutine(value) or hasattr(type(value), "__get__")
     return not (is_code or isinstance(value, torch.nn.Module | torch.Tensor))
 

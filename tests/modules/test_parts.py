@@ -362,6 +362,13 @@ def test_select_takes_names_and_patterns(patterns, expected):
     assert {name for name, flag in mask.params.items() if flag} == set(expected)
 
 
+def test_select_tells_names_apart_that_hold_one_array():
+    model = from_torch(Net())
+    shared = eqx.tree_at(lambda m: m.layers[0].fc.weight, model, model.params["layers.1.fc.weight"])
+    mask = select(shared, "layers.0.fc.weight")
+    assert [name for name, flag in mask.params.items() if flag] == ["layers.0.fc.weight"]
+
+
 def test_a_whole_name_is_no_pattern():
     class Two(torch.nn.Module):
         def __init__(self):

@@ -19,6 +19,7 @@ from eqx_torch import from_torch, torch2jax, tree_j2t, tree_t2j
 from eqx_torch._program import reverse, TAPES
 
 from ..helpers import assert_trees_equal
+from ..helpers.random_programs import BACKWARDS
 from ..helpers.twins import random_array
 
 
@@ -399,17 +400,7 @@ def test_forward_mode_of_gradients_that_users_write(getkey):
 
 
 def test_a_backward_that_leaves_autograd_is_refused(getkey):
-    class Leaving(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x.sin()
-
-        @staticmethod
-        def backward(ctx, g):
-            return g.detach() * ctx.saved_tensors[0].cos()
-
-    f = torch2jax(lambda x: (Leaving.apply(x) * x).sum())
+    f = torch2jax(lambda x: (BACKWARDS["detached"](x) * x).sum())
     x = random_array(getkey, (4,))
     gradient = jax.jit(jax.grad(f))
     loss = jax.jit(jax.grad(lambda x: squares(jax.grad(f)(x))))
