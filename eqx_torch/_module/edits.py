@@ -26,7 +26,7 @@ import torch
 
 from .._compat import in_backward, levels_of_func, torch_tree, TorchDispatchMode, unwrapped
 from .._dtypes import canonical_dtype, dtype_j2t
-from .._errors import ModuleError
+from .._errors import ModuleError, ShapeError
 from .._program import own_generator
 from .._trees import flatten
 from .._watch import storage_key
@@ -126,14 +126,30 @@ def run_segments(
     met: set[str] = set()
     while True:
         steps = [(entry.path, entry.output, entry.random) for entry in log]
-        path, given, items = segment(steps, values)
+        try:
+            path, given, items = segment(steps, values)
+        except ShapeError as error:
+            if not log or log[-1].output is None:
+                raise
+            gave = [f"{x.dtype}{list(x.shape)}" for x in flatten(log[-1].output[0])[0]]
+            raise ShapeError(
+                f"`{name}` does not go on from {log[-1].path}, in whose place JAX gave "
+                f"{', '.join(gave) or 'no array'}: {error}"
+            ) from error
         log = _followed(log, items, met)
         if not path:
             break
         met.add(path)
         entry = log.pop() if path in edits.mapped else _Logged(path)
         output = _computed(inserted[path], path in edits.taken, given, key, len(log))
-        dtypes = [dtype_j2t(x.dtype) for x in flatten(output)[0] if hasattr(x, "dtype")]
+        leaves = flatten(output)[0]
+        if any(isinstance(x, torch.Tensor) for x in leaves):
+            raise ModuleError(
+                f"what is in place of {path} in `{name}` is computed by JAX, but gave a tensor of "
+                "torch's, of which JAX knows no derivative. Return arrays; for torch code, put a "
+                "model there that `from_torch` or `torch2jax` makes."
+            )
+        dtypes = [dtype_j2t(x.dtype) for x in leaves if hasattr(x, "dtype")]
         log.append(dataclasses.replace(entry, output=(output, dtypes)))
     captured = _by_path(log)
     missing = [p for p in (*edits.inserted, *edits.captured) if p not in met and p not in captured]

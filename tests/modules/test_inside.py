@@ -504,11 +504,23 @@ def test_what_cannot_replace(new, message):
 
 def test_what_the_new_module_gives_of_another_shape_fails_in_torch():
     model = replace_module(from_torch(Net()), "layers.1", lambda x, scale: x[:, :3])
-    message = r"for what is handed over.*float32\[5, 3\].*expected input with shape \[\*, 8\]"
+    message = (
+        r"does not go on from layers.1, in whose place JAX gave float32\[5, 3\]: "
+        r".*expected input with shape \[\*, 8\]"
+    )
     with pytest.raises(ShapeError, match=message):
         model(X)
     with pytest.raises(InputError, match="`Net` was called with wrong arguments: too many"):
         model(X, X)
+
+
+def test_a_new_module_that_gives_a_tensor_or_nothing_is_refused():
+    model = replace_module(from_torch(Net()), "layers.1", lambda x, scale: torch.ones(x.shape))
+    with pytest.raises(ModuleError, match="in place of layers.1.*gave a tensor of torch's"):
+        model(X)
+    model = replace_module(from_torch(Net()), "layers.1", lambda x, scale: None)
+    with pytest.raises(ShapeError, match="from layers.1, in whose place JAX gave no array"):
+        model(X)
 
 
 def test_a_module_with_a_key():
