@@ -8,9 +8,9 @@ derivatives of `torch.func`, checkpoints, scripted modules, backwards. Other thr
 own torch code in this one, see nothing of it.
 
 Two kinds of operators are interposed. Those here take an index: torch's kernels for CPUs misread
-one of 32 bits that is expanded (`index[:, None].expand(-1, n)`, the idiom of message passing), and
-of 32 bits is every index of JAX. So they get it in 64 bits. Those that draw random numbers are
-in `generators`.
+one of 32 bits that is expanded (`index[:, None].expand(-1, n)`, the idiom of message passing), or
+refuse one of 32 bits, if only in their backwards, and of 32 bits is every index of JAX. So they get
+it in 64 bits. Those that draw random numbers are in `generators`.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from .base import Tensors
 
 
 _NARROW = frozenset([torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32])
-_MISREADERS = (
+_WIDENED = (
     torch.ops.aten.gather,
     torch.ops.aten.scatter,
     torch.ops.aten.scatter_,
@@ -32,6 +32,11 @@ _MISREADERS = (
     torch.ops.aten.scatter_add_,
     torch.ops.aten.scatter_reduce,
     torch.ops.aten.scatter_reduce_,
+    torch.ops.aten.index_fill,
+    torch.ops.aten.index_fill_,
+    torch.ops.aten.index_reduce,
+    torch.ops.aten.index_reduce_,
+    torch.ops.aten.take_along_dim,
 )
 
 
@@ -65,18 +70,20 @@ def interposing() -> Iterator[None]:
 
 def _with_wide_index(operator: Operator) -> Callable[..., Any]:
     """The operator with its index in 64 bits."""
-    position = [argument.name for argument in operator._schema.arguments].index("index")
+    names = [argument.name for argument in operator._schema.arguments]
+    position = next(i for i, name in enumerate(names) if name in ("index", "indices"))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         index = args[position]
         if index.dtype is torch.int32:
-            args = (*args[:position], index.long(), *args[position + 1 :])
+            wide = index.to(torch.int64, memory_format=torch.contiguous_format)
+            args = (*args[:position], wide, *args[position + 1 :])
         return operator(*args, **kwargs)
 
     return call
 
 
-for _packet in _MISREADERS:
+for _packet in _WIDENED:
     for _name in _packet.overloads():
         if not _name.startswith("dimname"):  # these end up in the others
             _operator = getattr(_packet, _name)

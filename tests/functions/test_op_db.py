@@ -86,6 +86,7 @@ NO_TANGENTS = {
     "nn.functional.multi_margin_loss": _ONCE,
     "nn.functional.multilabel_margin_loss": _ONCE,
     "sparse.mm.reduce": _ONCE,
+    "sparse.sampled_addmm": _ONCE,
     "triangular_solve": _SYMMETRIC,
 }
 
