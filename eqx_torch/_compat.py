@@ -550,3 +550,12 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor
+
+
+def mark_parameter(tensor: torch.Tensor) -> None:
+    """Makes `isinstance(tensor, torch.nn.Parameter)` true.
+
+    torch's metaclass of parameters looks for this attribute, which is meant for tensors of other
+    types. A `Parameter` proper would be cut off from the graph that its tensor is part of.
+    """
+    setattr(tensor, "_is_param", True)  # noqa: B010

@@ -36,7 +36,7 @@ from .blueprint import Blueprint, Skeleton
 from .edits import check_generator, EditedRun, Edits
 from .layers import projection
 from .rng import seeded
-from .traces import GeneratorState, Reads, stale_tensor
+from .traces import FlagReads, GeneratorState, Reads, stale_tensor
 
 
 SEED = Spec((2,), np.dtype("uint32"))
@@ -72,6 +72,7 @@ class ModuleCode:
         self._quiet: set[bool] = set()
         self._left: tuple[Any, ...] = ((), (), (), ())  # by the last trial
         self._told: set[str] = set()
+        self._reads_flags = False  # whether its code asks if parameters require gradients
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -114,18 +115,24 @@ class ModuleCode:
             if seed is not None:
                 check_generator(self.name, self.edits.cuts, arrays[seed].device)
             parameters = arrays[:count]
+            tried = learnt.written is not None
+            if self._reads_flags or not (tried or functional):
+                parameters = self._flagged(parameters, functional)
             # To look for what a call leaves behind takes long, and one look tells whether it does.
             usual = habits.get(functional)
             seen = () if functional else parameters
             look = _Look(skeleton, seen) if usual is None or usual else None
-            tried = learnt.written is not None
             skeleton.bind(parameters, [b.clone() for b in arrays[count:end_of_state]])
             self._held.items.append(skeleton.unbind)
             drawing = self._unseeded(inference) if seed is None else self._seeding(arrays[seed])
             reads = skeleton.reads() if usual is None and not tried else None
-            with drawing, reads or _UNCHANGED:
+            flags = FlagReads(parameters) if reads else _UNCHANGED
+            with drawing, reads or _UNCHANGED, flags:
                 mode = inference, seed is not None
                 result = self._run(skeleton, args, kwargs, mode, self._held.items.append)
+            if isinstance(flags, FlagReads) and flags.any:
+                self._reads_flags = True
+                self._flagged(parameters, functional)
             new_state = skeleton.state()
             changed = skeleton.changed_constants()
             if changed:
@@ -195,8 +202,9 @@ class ModuleCode:
             modes.enter_context(_unoptimised(skeleton.module))
             skeleton.bind(parameters, state)
             mode, edited = (own.inference, False), list[Callable[[], None]]()
-            with skeleton.reads() as reads:
+            with skeleton.reads() as reads, FlagReads(parameters) as flags:
                 result = self._run(skeleton, args, kwargs, mode, edited.append, True)
+            self._reads_flags = self._reads_flags or flags.any
             _end(edited)
             new_state = skeleton.state()
             triples = zip(self.blueprint.names.state, state, new_state, strict=True)
@@ -259,6 +267,26 @@ class ModuleCode:
                 [n for n, (old, v), new in triples if new is not old or new._version != v]
             )
         return result
+
+    def _flagged(self, parameters: Tensors, functional: bool) -> list[torch.Tensor]:
+        """The parameters, requiring gradients where torch's do, for code that asks.
+
+        Raises:
+            ModuleError: one is frozen in torch, but the call is differentiated with respect to it.
+            RuntimeError: a transformation of torch.func is active, which allows no such flags.
+        """
+        pairs = list(zip(parameters, self.blueprint.parameters, strict=True))
+        if self._reads_flags:
+            if functional:
+                raise RuntimeError("the code asks whether parameters require gradients")
+            named = zip(self.blueprint.names.parameters, pairs, strict=True)
+            frozen = [n for n, (p, own) in named if p.requires_grad and not own.requires_grad]
+            if frozen:
+                raise ModuleError(_frozen(self.name, first(frozen)))
+        return [
+            p.detach().requires_grad_() if own.requires_grad and not p.requires_grad else p
+            for p, own in pairs
+        ]
 
     def _unseeded(self, inference: bool) -> contextlib.AbstractContextManager[None]:
         return _UNCHANGED if inference in self._quiet else self._tried(inference)
@@ -383,6 +411,15 @@ def _changed_number(name: str, attribute: str, old: Any, new: Any) -> str:
         "each call of a converted module starts from the module as it was converted, so that this "
         "is the same change every time. Pass what changes from call to call (a count, a schedule) "
         "as an argument, or keep it in a buffer, which becomes state."
+    )
+
+
+def _frozen(name: str, parameters: str) -> str:
+    return (
+        f"the forward of `{name}` asks whether its parameters require gradients, and {parameters} "
+        "was frozen (`requires_grad=False`) when it was converted, but this call is differentiated "
+        "with respect to it. Leave it out, `trained, frozen = eqx.partition(model, "
+        "trainable(model))`, or convert the module after `requires_grad_(True)`."
     )
 
 

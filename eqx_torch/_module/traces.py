@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from .._compat import TorchDispatchMode
 from .._errors import ModuleError
@@ -37,6 +38,8 @@ class GeneratorState:
     contents: bytes = dataclasses.field(repr=False)
 
 
+_ATTRIBUTES: Any = torch.Tensor  # of which the stub knows the values only
+_REQUIRES_GRAD = _ATTRIBUTES.requires_grad.__get__
 _NUMBERS = (bool, int, float, complex, str, GeneratorState)
 
 
@@ -186,6 +189,27 @@ class Reads(TorchDispatchMode):
         read = [path for path in self._read if path in computed]
         set_ = attributes_set_by(function) if read else frozenset()
         return [path for path in read if computed[path] or path.rpartition(".")[2] in set_]
+
+
+class FlagReads(TorchFunctionMode):
+    """Sees whether code asks if parameters require gradients; where libraries do, to be faster.
+
+    Attributes:
+        any: whether it has.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._parameters = set(map(id, parameters))
+        self.any = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == _REQUIRES_GRAD and id(args[0]) in self._parameters:
+            asking = sys._getframe(1).f_globals.get("__name__")
+            self.any = self.any or not is_library(asking)
+        return func(*args, **(kwargs or {}))
 
 
 def _keys(tree: Any) -> Iterator[int]:

@@ -363,6 +363,15 @@ def hooked(x):
     return (y.flip(0) ** 2 * y).sum()
 
 
+def test_forward_mode_of_what_hooks_change(getkey):
+    """A tangent is the transpose of the gradient, with whatever hooks make of that."""
+    x, v = jax.random.normal(getkey(), (2, 3))
+    f = torch2jax(hooked)
+    expected = jax.vjp(f, x)[1](jnp.ones_like(f(x)))[0] @ v
+    assert_trees_equal(jax.jvp(f, (x,), (v,))[1].sum(), expected, rtol=1e-5)
+    assert_trees_equal(jax.linearize(f, x)[1](v).sum(), expected, rtol=1e-5)
+
+
 def test_forward_mode_of_gradients_that_hooks_change(getkey, x64):
     """Their Jacobian is not symmetric, and so a product with it is none of reverse mode."""
     x = random_array(getkey, (4,)).astype("float64")
