@@ -1,7 +1,7 @@
 """The texts that the page of messages lists are those that come: each is provoked here.
 
-An entry's heading is in code where it is a text; `PROVOKED` has a program for each of them. What the page
-advises is run with its blocks.
+An entry's heading is in code where it is a text; `PLAIN` and `ON_A_MESH` have a program for each of
+them. What the page advises is run with its blocks.
 """
 
 import re
