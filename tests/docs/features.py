@@ -1,8 +1,8 @@
 """What this library and its neighbours can do, tried.
 
 `python -m tests.docs.features LIBRARY` tries each feature with one of `eqx_torch`,
-`wrap_torch2jax`, `torch_jax_interop`, `torchax` and `pure_callback`, and compares with the table that the README shows.
-The neighbours are not dependencies: install the one that is to be tried.
+`wrap_torch2jax`, `torch_jax_interop`, `torchax` and `pure_callback`, and compares with the table
+that the README shows. The neighbours are not dependencies: install the one that is to be tried.
 `python -m tests.docs.features` prints the table.
 
 Each feature is a function of a `Library`, which fails or raises if the library does not have it.
