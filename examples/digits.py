@@ -222,7 +222,7 @@ def train_with_torch(
 
 def print_table(records: dict[str, Record]) -> None:
     """One line for each training, with the median duration of a step."""
-    print(f"\n{'trained by':<20}{'test accuracy':>15}{'seconds a step':>17}")
+    print(f"\n{'trained by':<20}{'test accuracy':>15}{'seconds per step':>17}")
     for name, record in records.items():
         print(f"{name:<20}{record.accuracy:>15.1%}{np.median(record.seconds):>17.4f}")
 

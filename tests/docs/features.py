@@ -240,7 +240,7 @@ FEATURES = [
     Feature("`jax.hessian`", hessian, {OURS, TRACED}),
     Feature("third derivatives", third_derivative, {OURS, TRACED}),
     Feature("uses the `backward` of `autograd.Function`", custom_backward, {OURS, THEIRS}),
-    Feature("one forward a training step", forward_once_per_step, {OURS, TRACED}),
+    Feature("one forward per training step", forward_once_per_step, {OURS, TRACED}),
     Feature("complex gradients are JAX's", complex_gradient, {OURS, TRACED}),
     Feature("`jax.vmap` is one batched call", one_call_under_vmap, {OURS, TRACED, INTEROP}),
     Feature("strings and keywords as arguments", keywords_and_strings, {OURS, TRACED}),
