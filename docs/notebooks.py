@@ -1,7 +1,7 @@
 """Makes a notebook of each example, beside the page that shows it.
 
-A hook of mkdocs. jupytext takes paragraphs of comments for text and all else for code; the docstring
-at the top of a script becomes text too. A script that starts processes of its own has no notebook.
+A hook of mkdocs. jupytext takes paragraphs of comments for text and all else for code; the
+docstring at the top of a script becomes text too. A script that starts processes has no notebook.
 """
 
 import ast

@@ -2,8 +2,8 @@
 
 `python -m tests.benchmarks.report` replaces what stands between `<!-- table NAME -->` and
 `<!-- end -->` by the rows of `out/NAME.json`, with the versions and the machine they come from. A
-table whose file is missing stays as it is, and is named. What was aimed at, the columns "at most" and
-"at least", the page says in words.
+table whose file is missing stays as it is, and is named. What was aimed at, the columns "at most"
+and "at least", the page says in words.
 """
 
 import json
