@@ -43,3 +43,12 @@ def test_versions_are_those_of_the_make_targets():
     assert f"torch=={ROWS['torch'][1]}." in MAKEFILE
     assert f"PYTHON_NEWEST ?= python{ROWS['Python'][1]}" in MAKEFILE
     assert PROJECT["requires-python"] == f">={ROWS['Python'][0]}"
+
+
+@pytest.mark.parametrize("name", ["jax", "torch"])
+def test_the_page_on_installation_asks_for_the_same(name):
+    page = (ROOT / "docs" / "installation.md").read_text()
+    (required,) = (r for r in map(Requirement, PROJECT["dependencies"]) if r.name == name)
+    asked = re.findall(rf'"({name}(?:\[\S+\])?[<>]\S+)"', page)
+    assert len(asked) == 3  # for CPUs, and GPUs of two makers
+    assert {Requirement(text).specifier for text in asked} == {required.specifier}
