@@ -16,8 +16,6 @@ GPU_ALONE := tests/gpu/test_order.py tests/gpu/test_memory.py tests/gpu/test_wai
 HAS_CUDA := import importlib.metadata as m, torch; \
 	assert any(d.name.startswith("jax-cuda") for d in m.distributions()) and torch.version.cuda
 
-PICTURES := digits ensemble forces hessian hybrid neural_ode patching sentence_head
-
 .PHONY: demo bench docs pictures dist dist-test test test-slow test-sweeps test-all test-floor \
 	test-newest test-gpu gpu-at-once gpu-alone lint clean
 
@@ -84,10 +82,9 @@ gpu-at-once:
 gpu-alone:
 	$(GPU_PYTEST) $(GPU_ALONE)
 
-# The pictures of the documentation are those that the examples draw.
+# What the pages of the examples show is drawn and printed by one run of each.
 pictures: .venv/ready
-	for name in $(PICTURES); do .venv/bin/python examples/$$name.py || exit; done
-	cp $(PICTURES:%=examples/out/%.png) docs/images
+	.venv/bin/python docs/pictures.py
 
 lint: .venv/ready
 	.venv/bin/ruff check .

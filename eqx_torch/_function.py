@@ -83,7 +83,7 @@ def torch2jax(
         `output_shapes` holds for calls with their shapes.
     - `out_specs`: for inputs that are sharded over explicit mesh axes: how the outputs are, a
         `jax.sharding.PartitionSpec` or a prefix tree of them. `fn` is then called on each shard.
-        Shapes that are not declared are found out for one shard, and `out_specs` puts the results
+        Shapes that are not declared are inferred for one shard, and `out_specs` puts the results
         of all shards together, as in `jax.shard_map`.
     - `lock`: True to hold one process-wide lock while `fn` or a derivative of it runs (devices
         call it concurrently from different threads), or a context manager to hold instead. Where
@@ -113,7 +113,7 @@ def torch2jax(
 
     `InputError` for arguments that do not fit; when called also `ShapeError`, `DtypeError`,
     `OutputError`, `ShardingError` and `DepthError`. What is raised while the program runs, by `fn`
-    or by the checks of its results, arrives inside the text of an error of JAX's
+    or by the checks of its results, arrives inside the text of a JAX error
     (`jax.errors.JaxRuntimeError` or `ValueError`), with torch's message and traceback.
 
     !!! example

@@ -54,13 +54,13 @@ def from_torch(
     - `*example_args`, `example_kw`: optional examples of the method's arguments: torch tensors,
         JAX arrays or `jax.ShapeDtypeStruct`. They fix the structure of the arguments, move errors
         to the time of conversion, give 64-bit dtypes back to arguments that JAX holds in 32 bits,
-        and find out which buffers the forward changes, by one run on tensors without memory.
+        and tell which buffers the forward changes, by one run on tensors without memory.
     - `output_shapes`, `out_specs`, `lock`, `depth`, `vmap_method`, `residuals`,
         `signature`: as in `torch2jax`. With `out_specs`, the shards of a call draw different
         random numbers, and changed buffers are averaged over the shards (integers: the
         maximum). Each shard is normalised by its own statistics, so `torch.nn.SyncBatchNorm`,
         which promises otherwise, is refused.
-    - `state`: the names of the buffers that the forward changes. If None they are found out by
+    - `state`: the names of the buffers that the forward changes. If None they are inferred from
         the examples, and without examples are those of torch's normalisation layers.
     - `method`: the method to call.
     - `**unknown`: none. Examples of keyword arguments are passed in `example_kw`.

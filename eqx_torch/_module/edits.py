@@ -339,7 +339,7 @@ class EditedRun:
         functional = self._tried and _in_functional(sys._getframe())
         if functional or levels_of_func() != self._levels:
             raise ModuleError(
-                f"the forward of `{self._name}` calls {path} inside of a transformation of torch's "
+                f"the forward of `{self._name}` calls {path} inside of a torch transformation "
                 "(`torch.func`, `torch.autograd.functional`, forward-mode derivatives), where it "
                 "can neither be captured nor computed by JAX. Transform in JAX (convert the module "
                 "that is transformed), or name a module outside of it."

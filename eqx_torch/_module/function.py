@@ -344,7 +344,7 @@ class ModuleCode:
         return (
             f"`{self.name}` changes its buffers {listed} in `{self.method}`, but they were taken "
             f"for constants. Convert it with `state=[{every}]`, or with example arguments so that "
-            "this is found out: "
+            "this is inferred: "
             "`model, state = eqx.nn.make_with_state(from_torch)(module, *example_args)`."
         )
 

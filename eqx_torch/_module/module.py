@@ -137,7 +137,7 @@ class TorchModule(eqx.nn.StatefulLayer):
             f"`{self.core.name}` cannot be hashed, as its parameters are arrays, so it cannot be "
             "what `jax.jit` compiles, nor a static argument of it. Write `eqx.filter_jit(model)`, "
             "or pass the model as an argument, `jax.jit(lambda model, x: model(x))(model, x)`; "
-            "for other transformations of JAX's, as `jax.checkpoint`, write `lambda x: model(x)`."
+            "for JAX's other transformations, such as `jax.checkpoint`, write `lambda x: model(x)`."
         )
 
     def is_stateful(self) -> bool:

@@ -230,7 +230,7 @@ def _reads_original(name: str, tensor: str) -> str:
     return (
         f"`{name}` cannot be converted: {reader} reads its parameter {tensor} through something "
         "that is not copied with the module (a global variable, a class or a variable of its "
-        "methods, an object that copies as itself), so that it would for ever read the "
+        "methods, an object that copies as itself), so that it would forever read the "
         "original's. Make it an attribute of the module (`self.name = ...`) or a default "
         "argument, or pass it as an argument of the call."
     )
