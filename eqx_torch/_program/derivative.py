@@ -253,11 +253,13 @@ class Vjp(_Taped):
     def _cotangents(
         self, tape: Tape | None, primals: Tensors, cotangents: Tensors, functional: bool
     ) -> list[torch.Tensor]:
-        if self._complex:
-            cotangents = [conj(u) for u in cotangents]
-        results = None if tape is None else self._replay(tape, cotangents)
+        us = [conj(u) for u in cotangents] if self._complex else cotangents
+        results = None if tape is None else self._replay(tape, us)
+        if results is None and self._linear is not None:  # tangents, for which torch's way is JAX's
+            n = len(self._linear.inner.ins)
+            return self._linear.run([*primals[:n], *cotangents], functional)
         if results is None:
-            results = self._recomputed(primals, cotangents, functional)
+            results = self._recomputed(primals, us, functional)
         return [conj(r) for r in results] if self._complex else results
 
     @functools.cached_property
@@ -268,9 +270,6 @@ class Vjp(_Taped):
         self, primals: Tensors, cotangents: Tensors, functional: bool
     ) -> list[torch.Tensor]:
         """The cotangents by a new forward."""
-        if self._linear is not None:
-            n = len(self._linear.inner.ins)
-            return self._linear.run([*primals[:n], *cotangents], functional)
         if functional:
             return functional_pullback(self, primals, cotangents)
         differentiate = functools.partial(pullback, self, primals, cotangents)

@@ -357,6 +357,30 @@ def test_complex_hessian_products(getkey):
         close(actual(z, v), jax.jvp(jax.grad(f_in_jax), (z,), (v,)))
 
 
+def of_both_kinds(sin, join):
+    """Of real numbers, a complex and a real result."""
+    return lambda x: (sin(join(x, 2 * x)), x * x)
+
+
+@pytest.mark.parametrize("wrt", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize("way", ["eager", "jit", "vmap"])
+def test_pullbacks_of_real_to_complex_by_some_of_their_arguments(way, wrt, getkey):
+    """The pullback is linear in its cotangents, by which alone it is a map of tangents."""
+    x, r, a, b = jax.random.normal(getkey(), (4, 3))
+
+    def derivative(f):
+        pulled = lambda x, u, r: jnp.sum(jax.vjp(f, x)[1]((u, r))[0] * r)  # noqa: E731
+        by = jax.grad(pulled, wrt)
+        if way == "vmap":
+            return lambda x, u, r: jax.vmap(by)(*(t[None] for t in (x, u, r)))
+        return jax.jit(by) if way == "jit" else by
+
+    actual = derivative(torch2jax(of_both_kinds(torch.sin, torch.complex)))
+    expected = derivative(of_both_kinds(jnp.sin, jax.lax.complex))
+    for _ in range(3):
+        close(actual(x, jax.lax.complex(a, b), r), expected(x, jax.lax.complex(a, b), r))
+
+
 def hooked(x):
     y = x * 1
     y.register_hook(lambda g: g * torch.linspace(1, 2, len(x), dtype=g.dtype))
