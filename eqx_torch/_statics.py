@@ -7,15 +7,15 @@ no one else can change. What is neither of a known kind nor hashable is itself o
 """
 
 import collections
+import copy
 import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
 
-from ._containers import fresh
 
-
+_OPAQUE_LIBRARIES = ("builtins", "jax", "jaxlib", "numpy", "torch")
 _ATOMS = (bool, int, str, type(None))
 _MAPPINGS = (dict, collections.OrderedDict)
 _MUTABLE = (list, collections.deque, *_MAPPINGS)
@@ -48,7 +48,7 @@ class Static:
 
     def for_call(self) -> Any:
         """The value for one call, which may change it."""
-        return _snapshot(self._value) if self._changes else fresh(self._value)
+        return _snapshot(self._value) if self._changes else _fresh(self._value)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Static) and self._key == other._key
@@ -63,8 +63,26 @@ class Static:
         return Static, (self._value,)
 
 
+def may_hold(x: Any) -> bool:
+    """Whether it is an object of a user's or a library's class, which code could fill."""
+    library = type(x).__module__.partition(".")[0]
+    return hasattr(x, "__dict__") and not callable(x) and library not in _OPAQUE_LIBRARIES
+
+
+def _fresh(x: Any) -> Any:
+    """A copy of an object that a function could fill, such as an empty cache; else `x` itself."""
+    if not may_hold(x):
+        return x
+    try:
+        return copy.deepcopy(x)
+    except Exception:
+        return x
+
+
 def _key(x: Any) -> Hashable:
     kind = type(x)
+    if kind in _ATOMS:
+        return kind, x
     if isinstance(x, float | complex):
         return kind, repr(x)
     if isinstance(x, range):
@@ -88,6 +106,8 @@ def _key(x: Any) -> Hashable:
 def _snapshot(x: Any) -> Any:
     """The value, with copies of what can be changed in it."""
     kind = type(x)
+    if kind in _ATOMS:
+        return x
     if kind in (set, bytearray) or (kind is np.ndarray and x.dtype != object):
         return x.copy()
     opened = _opened(x)
