@@ -50,6 +50,7 @@ _CONSTANTS = (
 )
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict)
 _MOST_ATTRIBUTES = 10_000
+_ABSENT = object()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,25 +228,32 @@ class Structure:
 
     def leaves_of(self, tree: Any) -> Sequence[Any] | None:
         """The leaves of what a function returns, None if it is not of this structure."""
-        if self._is_plain:
-            try:
-                leaves = self.treedef.flatten_up_to(tree)
-            except ValueError:
-                return None
-        else:
-            leaves, found = flatten_result(tree)
-            if found != self:
-                leaves = self._matched(leaves, found)
-                if leaves is None:
-                    return None
-        return leaves if all(map(_is_taken, leaves)) else None
+        leaves = self._parts_of(tree)
+        return leaves if leaves is not None and all(map(_is_taken, leaves)) else None
 
-    def _matched(self, leaves: Sequence[Any], found: "Structure") -> list[Any] | None:
-        """The leaves of a tree with other orders, or of classes that JAX has come to know since."""
-        positions, now = flatten_result(self.unflatten(range(self.num_leaves)))
-        if found.unordered != now.unordered:
+    def _parts_of(self, tree: Any) -> list[Any] | None:
+        outer, nodes = self._outer
+        try:
+            parts = outer.flatten_up_to(tree)
+        except ValueError:
             return None
-        return [x for _, x in sorted(zip(positions, leaves, strict=True), key=lambda pair: pair[0])]
+        if self._is_plain:
+            return parts
+        leaves: list[Any] = []
+        for part, node in zip(parts, nodes, strict=True):
+            found = [part] if node is None else _parts_of(*node, part)
+            if found is None:
+                return None
+            leaves += found
+        return leaves
+
+    @functools.cached_property
+    def _outer(self) -> tuple[Any, list[tuple[_Recipe, "Structure"] | None]]:
+        """The treedef around the outermost nodes, and for each of its leaves the node, if any."""
+        nodes, outer = jtu.tree_flatten(self._positions, is_leaf=_is_node)
+        inner = (jtu.tree_structure(list(x._children)) if _is_node(x) else None for x in nodes)
+        pairs = zip(nodes, inner, strict=True)
+        return outer, [None if y is None else (x._recipe, Structure(y)) for x, y in pairs]
 
     @functools.cached_property
     def _positions(self) -> Any:
@@ -254,7 +262,7 @@ class Structure:
     @functools.cached_property
     def _is_plain(self) -> bool:
         """Whether JAX keeps all of the tree."""
-        return not any(map(_is_node, jtu.tree_leaves(self._positions, is_leaf=_is_node)))
+        return not any(self._outer[1])
 
     @functools.cached_property
     def _for_torch(self) -> Any:
@@ -339,6 +347,21 @@ def _flattened(tree: Any, is_constant: Callable[[Any], bool]) -> tuple[list[Any]
     return jtu.tree_flatten(treedef.unflatten(nodes))
 
 
+def _parts_of(recipe: _Recipe, inner: Structure, node: Any) -> list[Any] | None:
+    """The leaves of a node that this recipe makes, None if it does not."""
+    if type(node) is not recipe.cls:
+        return None
+    if recipe.make is _make_constant:
+        return [] if _constant(node) == recipe.extra else None
+    if recipe.make is _make_dict:
+        if len(node) != len(recipe.names.value):
+            return None
+        items = [node.get(name, _ABSENT) for name in recipe.names.value]
+        return None if any(x is _ABSENT for x in items) else inner._parts_of(items)
+    names, items = children(node)
+    return inner._parts_of(items) if names == recipe.names.value else None
+
+
 def _is_closed(x: Any) -> bool:
     """Whether JAX takes a node of torch code for a leaf, or does not keep all of it."""
     if type(x) in _DICTS:
@@ -386,9 +409,7 @@ def _holds_tensors(x: Any, above: tuple[int, ...], budget: Iterator[None]) -> bo
 
 def _opened(x: Any, is_constant: Callable[[Any], bool]) -> TorchObject:
     if is_constant(x):
-        # Objects that differ only in the device of their tensors have the same structure.
-        value = torch.device(x.type) if isinstance(x, torch.device) else x
-        return TorchObject(_Recipe(type(x), Static(()), _make_constant, Static(value)), ())
+        return TorchObject(_Recipe(type(x), Static(()), _make_constant, _constant(x)), ())
     if type(x) in _DICTS:
         return _opened_dict(x, is_constant)
     names, items = children(x)
@@ -396,6 +417,11 @@ def _opened(x: Any, is_constant: Callable[[Any], bool]) -> TorchObject:
         is_constant = _is_constant_attribute
     leaves, treedef = _flattened(items, is_constant)
     return TorchObject(_recipe(x, names), treedef.unflatten(leaves))
+
+
+def _constant(x: Any) -> Static:
+    """Objects that differ only in the device of their tensors have the same structure."""
+    return Static(torch.device(x.type) if isinstance(x, torch.device) else x)
 
 
 def _opened_dict(x: Any, is_constant: Callable[[Any], bool]) -> TorchObject:
