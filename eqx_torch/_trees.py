@@ -331,6 +331,20 @@ def with_children(node: Any, items: Sequence[Any]) -> Any:
     return recipe.make(recipe, items)
 
 
+def bare_dataclass(cls: Any, values: Mapping[str, Any]) -> Any:
+    """An instance with these fields of which nothing is checked or computed.
+
+    What `__init__` and `__post_init__` check is for the user's own values, not for tracers.
+    """
+    new = cls.__new__(cls)
+    for name, value in values.items():
+        if isinstance(new, dict):
+            new[name] = value
+        else:
+            object.__setattr__(new, name, value)
+    return new
+
+
 def _flattened(tree: Any, is_constant: Callable[[Any], bool]) -> tuple[list[Any], Any]:
     closed: set[int] = set()
 
@@ -470,15 +484,7 @@ def _make_mapping(recipe: _Recipe, children: Sequence[Any]) -> Any:
 
 
 def _make_dataclass(recipe: _Recipe, children: Sequence[Any]) -> Any:
-    # What `__init__` and `__post_init__` check is for the user's own values, not for tracers.
-    cls: Any = recipe.cls
-    new = cls.__new__(cls)
-    for name, value in recipe.named(children).items():
-        if isinstance(new, dict):
-            new[name] = value
-        else:
-            object.__setattr__(new, name, value)
-    return new
+    return bare_dataclass(recipe.cls, recipe.named(children))
 
 
 def _make_object(recipe: _Recipe, children: Sequence[Any]) -> Any:

@@ -32,18 +32,6 @@ class Signature:
     It has the `name` and `signature` of the function behind the callable, the `args` and `kwargs`
     that this is given already, the specs of its `inputs` in the order in which they are checked,
     and that of its `result`, None if only arguments are annotated.
-
-    !!! Example
-
-        >>> import jax, torch
-        >>> from jaxtyping import Float
-        >>> def f(x: Float[torch.Tensor, "b 3"]) -> Float[torch.Tensor, "b"]: ...
-        >>> signature = read_signature(f)
-        >>> bindings = signature.bind((jax.ShapeDtypeStruct((5, 3), "float32"),), {})
-        >>> bindings.names
-        {'b': 5}
-        >>> signature.output(bindings)
-        ShapeDtypeStruct(shape=(5,), dtype=float32)
     """
 
     name: str
@@ -99,24 +87,14 @@ class Signature:
 def read_signature(
     fn: Callable[..., Any], stub: Callable[..., Any] | None = None, *, result: bool = True
 ) -> Signature | None:
-    """Reads the jaxtyping annotations of a callable, or those of the stub that speaks for it.
+    """What the jaxtyping annotations of `fn` say, or those of the stub that speaks for it.
 
-    **Arguments:**
+    None if there is no stub and `fn` has no jaxtyping annotations. A stub is a function with the
+    arguments of `fn`; if its first one is named `self`, that is what `fn` is a method of. With
+    `result`, the annotation of the result has to determine it.
 
-    - `fn`: a function, a method, a `functools.partial`, a `torch.nn.Module` (its `forward` is
-        read), an object with `__call__`; decorated or not; with annotations as strings or not.
-    - `stub`: a function with the arguments of `fn`, or None. If its first argument is named
-        `self`, that is what `fn` is a method of.
-    - `result`: whether to read the annotation of the result, which must then determine it.
-
-    **Returns:**
-
-    The signature, None if there is no stub and `fn` has no jaxtyping annotations.
-
-    **Raises:**
-
-    `AnnotationError` if an annotation is invalid, that of the result does not determine it, or a
-    stub has none; `InputError` for a stub that is no function.
+    Raises `AnnotationError` if an annotation is invalid, that of the result does not determine it,
+    or a stub has none; `InputError` for a stub that is no function.
     """
     if stub is not None and not callable(stub):
         raise InputError(

@@ -28,6 +28,7 @@ import torch
 from .._compat import leaf_position
 from .._dtypes import canonical_dtype, dtype_j2t
 from .._errors import DtypeError
+from .._trees import bare_dataclass
 from .check import Bindings, describe, key, Seen
 from .specs import Array, Choice, Container, Dim, Other, Spec, Tree
 
@@ -122,12 +123,7 @@ def _build(spec: Spec, structures: Mapping[str, Any], leaf: Callable[[Array], An
             raise OpenError(spec, reason, "Make it required")
         case Container(names=tuple(names)):
             parts = [_build(one, structures, leaf) for one in spec.children]
-            made = _made(spec.kind, dict(zip(names, parts, strict=True)))
-            if spec.is_record and jax.tree_util.all_leaves([made]):
-                reason = "JAX does not know this class as a tree"
-                remedy = "Register it with jax.tree_util.register_dataclass"
-                raise OpenError(spec, reason, remedy)
-            return made
+            return _made(spec.kind, dict(zip(names, parts, strict=True)))
         case Tree():
             found = _composed(spec, structures)
             leaves = []
@@ -146,15 +142,11 @@ def _build(spec: Spec, structures: Mapping[str, Any], leaf: Callable[[Array], An
 
 
 def _made(kind: Any, parts: dict[Any, Any]) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return bare_dataclass(typing.cast(type, kind), parts)
     if kind is Mapping:
         return parts
-    if not dataclasses.is_dataclass(kind):
-        return tuple(parts.values()) if kind is tuple else kind(*parts.values())
-    # Without `__init__`, which may compute with its arguments; frozen classes refuse `setattr`.
-    made = object.__new__(typing.cast(type, kind))
-    for name, part in parts.items():
-        object.__setattr__(made, name, part)
-    return made
+    return tuple(parts.values()) if kind is tuple else kind(*parts.values())
 
 
 def _composed(spec: Tree, structures: Mapping[str, Any]) -> Any:
