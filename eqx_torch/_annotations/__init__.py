@@ -21,8 +21,8 @@ import torch
 from .._errors import AnnotationError, InputError, ShapeError
 from .check import Bindings, check, MismatchError
 from .checkers import cell_contents, strip_checkers as strip_checkers, unchecked as unchecked
+from .patterns import Container, evaluated, is_array, Pattern, read, WIDE
 from .result import bindable, is_dependent, OpenError, predict, refuse_open, unbound
-from .specs import Container, evaluated, is_array, read, Spec, WIDE
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class Signature:
     """What the jaxtyping annotations of a callable say. Immutable, for any number of threads.
 
     It has the `name` and `signature` of the function behind the callable, the `args` and `kwargs`
-    that this is given already, the specs of its `inputs` in the order in which they are checked,
+    that this is given already, the patterns of its `inputs` in the order in which they are checked,
     and that of its `result`, None if only arguments are annotated.
     """
 
@@ -38,13 +38,15 @@ class Signature:
     signature: inspect.Signature
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    inputs: Mapping[str, Spec]
-    result: Spec | None
+    inputs: Mapping[str, Pattern]
+    result: Pattern | None
 
     @functools.cached_property
     def widens(self) -> bool:
         """Whether an argument is annotated with one dtype of 64 bits."""
-        return any(one.dtype in WIDE for spec in self.inputs.values() for one in spec.arrays())
+        return any(
+            one.dtype in WIDE for pattern in self.inputs.values() for one in pattern.arrays()
+        )
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bindings:
         """Checks the arguments of one call, with a `jax.ShapeDtypeStruct` for every array.
@@ -59,13 +61,13 @@ class Signature:
         bound.apply_defaults()
         bindings = Bindings(bound.arguments)
         try:
-            for name, spec in self.inputs.items():
+            for name, pattern in self.inputs.items():
                 value = bound.arguments[name]
                 if value is not self.signature.parameters[name].default or is_array(value):
-                    check(spec, value, name, bindings)
+                    check(pattern, value, name, bindings)
         except MismatchError as mismatch:
             raise ShapeError(f"{self.name}: {mismatch}{bindings}") from None
-        bindings.settle()
+        bindings.bind_ones()
         return bindings
 
     def output(self, bindings: Bindings) -> Any:
@@ -114,13 +116,13 @@ def read_signature(
 
 
 def _annotated(found: Signature, result: bool) -> Signature | None:
-    """`found` with the specs of its annotations, None if it has none."""
+    """`found` with the patterns of its annotations, None if it has none."""
     inputs, returned = {}, None
     for name, one in found.signature.parameters.items():
-        spec = read(one.annotation, found.name)
+        pattern = read(one.annotation, found.name)
         kind = {one.VAR_POSITIONAL: tuple, one.VAR_KEYWORD: Mapping}.get(one.kind)
-        if spec.speaks:
-            inputs[name] = spec if kind is None else Container(spec.text, (spec,), kind)
+        if pattern.speaks:
+            inputs[name] = pattern if kind is None else Container(pattern.text, (pattern,), kind)
     if result:
         returned = read(found.signature.return_annotation, found.name)
     returned = returned if returned is not None and returned.speaks else None
@@ -128,8 +130,8 @@ def _annotated(found: Signature, result: bool) -> Signature | None:
         return None
     try:
         known = bindable(inputs.values(), found.signature.parameters)
-        for name, spec in inputs.items():
-            for reason in (unbound(dim, known) for one in spec.arrays() for dim in one.dims):
+        for name, pattern in inputs.items():
+            for reason in (unbound(dim, known) for one in pattern.arrays() for dim in one.dims):
                 if reason is not None:
                     where = f"{found.name}: the annotation of `{name}`"
                     raise AnnotationError(f"{where} cannot be checked: {reason}.")
