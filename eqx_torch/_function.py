@@ -164,7 +164,7 @@ def torch2jax(
     known: dict[Hashable, Prepared] = {}
 
     def prepare(call: Call) -> Prepared:
-        site = call.site((examples or annotations).restored(call))
+        site = call.site((examples or annotations).wide_dtypes(call))
         split, shards = divided(function, site, call.types, out_specs)
         outputs = outputs_of(infer, call, site, split, shards)
         constant = nondiff.constant(call)

@@ -307,8 +307,8 @@ def _prepare(core: Core, call: Call, key: jax.Array | None) -> Prepared:
     function, out_specs, own = core.function, core.options.out_specs, call.own
     assert own is not None
     _check_own(core, call)
-    restored = core.restored(call)
-    site = call.site(restored)
+    wide = core.wide_dtypes(call)
+    site = call.site(wide)
     state = core.code.copies
     buffers = dict(zip(core.blueprint.names.state, call.arrays[state.start :], strict=False))
     others = [t for i, t in enumerate(call.types) if i not in state]
@@ -322,8 +322,8 @@ def _prepare(core: Core, call: Call, key: jax.Array | None) -> Prepared:
     if key is not None and draws != ():
         seed, written = len(own), function.findings.at(site, shards).written
         own = core.code.own[own.inference, True]
-        restored = (*restored[:seed], None, *restored[seed:])
-        site = dataclasses.replace(site, own=own, restored=restored)
+        wide = (*wide[:seed], None, *wide[seed:])
+        site = dataclasses.replace(site, own=own, wide=wide)
         types = (*call.types[:seed], jax.typeof(seed_of(key)), *call.types[seed:])
         split, shards = divided(function, site, types, out_specs)
         if written is not None:  # with a seed it does as without
