@@ -22,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from ._compat import axes_of_type, explicit_axes, unsettled_axes, vmapped_mesh_axes
 from ._errors import ShardingError
 from ._program import Spec
-from ._trees import Structure
+from ._trees import like_places, Structure
 
 
 ON_THE_MESH = "`state = jax.device_put(state, jax.NamedSharding(mesh, P()))`"
@@ -61,14 +61,14 @@ def plan(name: str, types: Sequence[Any], out_specs: Any) -> Plan | None:
         if used:
             raise ShardingError(_missing_out_specs(name, used))
         return None
-    for spec in jax.tree.leaves(out_specs, is_leaf=_is_spec):
+    for spec in jax.tree.leaves(like_places(out_specs), is_leaf=_is_spec):
         _check_out_spec(name, mesh, spec, used)
     return Plan(mesh, used, in_specs) if used else None
 
 
 def check_specs(out_specs: Any) -> None:
     """Raises if what a user passes as `out_specs` is no tree of specs."""
-    for leaf in jax.tree.leaves(out_specs, is_leaf=_is_spec):
+    for leaf in jax.tree.leaves(like_places(out_specs), is_leaf=_is_spec):
         if isinstance(leaf, jax.sharding.NamedSharding):
             raise ShardingError(
                 f"`out_specs` holds {leaf}. Pass its spec, `out_specs=sharding.spec`; the mesh is "
@@ -164,9 +164,8 @@ def out_spec_list(name: str, out_specs: Any, structure: Structure) -> list[P]:
     """`out_specs`, a spec or a prefix tree of the outputs, as one spec for each output."""
     places = structure.places()
     try:
-        specs = jax.tree.leaves(
-            jax.tree.broadcast(out_specs, places, is_leaf=_is_spec), is_leaf=_is_spec
-        )
+        whole = jax.tree.broadcast(like_places(out_specs), places, is_leaf=_is_spec)
+        specs = jax.tree.leaves(whole, is_leaf=_is_spec)
     except ValueError as error:
         raise ShardingError(
             f"`out_specs={out_specs}` of `{name}` is not a prefix of its outputs {structure}. "

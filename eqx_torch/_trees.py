@@ -295,6 +295,12 @@ def flatten_result(tree: Any) -> tuple[list[Any], Structure]:
     return leaves, Structure(treedef, tuple(i for i, x in enumerate(leaves) if type(x) in NUMBERS))
 
 
+def like_places(tree: Any) -> Any:
+    """A tree, or a prefix of one, as `Structure.places` has it, with leaves of its own."""
+    leaves, structure = flatten(tree)
+    return _mapped(_placed, structure.treedef.unflatten(leaves))
+
+
 def leaf_paths(structure: Structure) -> list[str]:
     """Where each leaf stands, as one would write it after the name of the tree."""
     return [jtu.keystr(path) for path, _ in jtu.tree_flatten_with_path(structure._positions)[0]]
