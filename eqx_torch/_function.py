@@ -218,7 +218,7 @@ class _NonDiff:
             mask = self._mask
             prefix = tuple(mask) if isinstance(mask, list) else mask
         try:
-            mask: list[Any] = jax.tree.leaves(jax.tree.broadcast(like_places(prefix), like))
+            mask: Any = jax.tree.leaves(jax.tree.broadcast(like_places(prefix), like))
         except ValueError:
             mask = [None]
         if all(isinstance(x, bool) for x in mask):
