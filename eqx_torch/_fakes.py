@@ -4,9 +4,9 @@ torch's own, the fake tensors of `torch.compile`, do for all code, but the first
 process imports torch's compiler, which takes as long as to import torch and JAX. As long as nobody
 has imported it, a run on *blanks* is tried first: on real memory of zeros, which the system hands
 out only when it is touched. Operators that say by values what they return, and whoever reads
-memory, are refused, and there is a limit to what is computed. Whatever does not work out is left to
-fake tensors. (Tensors on the meta device are no way around: torch's rules for these import the
-compiler, too.)
+memory, are refused; what is known to need no computation is not computed; and there is a limit to
+the rest. Whatever does not work out is left to fake tensors. (Tensors on the meta device are no way
+around: torch's rules for these import the compiler, too.)
 
 No switch of the process is touched here: what torch logs of operators that fail on fake tensors is
 dropped for the threads of such runs alone. And `torch.distributions`, which checks the values of
@@ -41,8 +41,8 @@ _OF_NUMBERS = ("aten::tensor(", "aten::as_tensor(")
 _COMPILER = "torch._dynamo"
 _CONSTRAINTS = "torch.distributions.constraints"
 
+_SMALL = 2**12  # elements: what is computed in any case
 _MOST = 2**26  # elements that a run on blanks may compute
-_CHEAP = 128  # products of two elements that cost as much as one element elsewhere
 _DEAR = 64  # times that for each element of an operator that may take more than linear time
 _BY_VALUES = frozenset([torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape])
 _LINEAR = frozenset([torch.Tag.core, torch.Tag.pointwise, torch.Tag.reduction, torch.Tag.inplace])
@@ -162,9 +162,14 @@ class _Blanks(TorchDispatchMode):
     def _result(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if not _knows_its_shape(func, args):
             raise NeedsValuesError(func.name())
+        tensors = _tensors((args, kwargs))
+        if max((x.numel() for x in tensors), default=0) > _SMALL:
+            result = _uncomputed(func, args, kwargs, tensors)
+            if result is not None:
+                return result
         if func.is_view:
             return func(*args, **kwargs)
-        self._spend(_size(func, args, _tensors((args, kwargs))), func)
+        self._spend(_size(func, args, tensors), func)
         result = func(*args, **kwargs)
         self._spend(sum(x.numel() for x in _tensors(result)), func)
         return result
@@ -186,11 +191,6 @@ def _knows_its_shape(func: Any, args: Any) -> bool:
 
 def _size(func: Any, args: Any, tensors: Sequence[torch.Tensor]) -> int:
     """About how many elements an operator reads and writes, before it does."""
-    if func in _PRODUCTS:
-        a, b = [x for x in args if isinstance(x, torch.Tensor)][-2:]
-        return a.numel() * b.shape[-1] // _CHEAP
-    if func is _aten.convolution.default:
-        return args[0].numel() * args[1][:, 0].numel() // _CHEAP
     largest = max((x.numel() for x in tensors), default=1)
     lists = [x for x in args if isinstance(x, list | tuple)] + ([] if tensors else [args])
     sizes = [math.prod(abs(n) for n in x if isinstance(n, int) and n) for x in lists]
@@ -198,8 +198,43 @@ def _size(func: Any, args: Any, tensors: Sequence[torch.Tensor]) -> int:
     return largest * math.prod(sizes) if grows else max([largest, *sizes])
 
 
+def _uncomputed(func: Any, args: Any, kwargs: Any, tensors: Any) -> torch.Tensor | None:
+    """A blank for what an operator gives, as a run on a part of its inputs shows, or None."""
+    few = torch_tree.tree_map(_first_element, (args, kwargs))
+    if torch.Tag.pointwise in func.tags:
+        if not (_is_functional(func) and all(x.is_contiguous() for x in tensors)):
+            return None
+        shape = np.broadcast_shapes(*(x.shape for x in tensors))
+    elif func in _PRODUCTS:
+        *bias, a, b = args
+        shape = (*a.shape[:-1], b.shape[-1])
+        fits = a.shape[-1] == b.shape[-2] and a.shape[:-2] == b.shape[:-2]
+        if not fits or any(np.broadcast_shapes(c.shape, shape) != shape for c in bias):
+            return None
+    elif func is _aten.embedding.default:
+        shape = (*args[1].shape, args[0].shape[1])
+    elif func is _aten.convolution.default:
+        one = func(args[0][:1], *args[1:], **kwargs)
+        return blank((len(args[0]), *one.shape[1:]), one.dtype)
+    else:
+        return None
+    return blank(shape, func(*few[0], **few[1]).dtype)
+
+
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [x for x in torch_tree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
+def _is_functional(func: Any) -> bool:
+    """Whether an operator makes one tensor and writes to none."""
+    schema = func._schema
+    alone = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
+    aliases = any(x.alias_info for x in (*schema.arguments, *schema.returns))
+    return alone and not aliases and torch.Tag.nondeterministic_seeded not in func.tags
+
+
+def _first_element(x: Any) -> Any:
+    return x[(slice(1),) * x.dim()] if isinstance(x, torch.Tensor) else x
 
 
 class _Quiet(logging.Filter):

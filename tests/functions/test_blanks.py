@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from eqx_torch import _probe, from_torch, ModuleError, ShapeError, torch2jax
+from eqx_torch import _fakes, _probe, from_torch, ModuleError, ShapeError, torch2jax
 
 from ..helpers import assert_trees_equal
 from ..helpers.by_values import BY_VALUES, VALUE_DEPENDENT
@@ -92,8 +92,11 @@ SAME = {
 }
 
 
+@pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("f", SAME.values(), ids=SAME)
-def test_it_is_what_torch_returns(ways, f):
+def test_it_is_what_torch_returns(monkeypatch, ways, f, small):
+    """With and without what is not computed, which has to be large otherwise."""
+    monkeypatch.setattr(_fakes, "_SMALL", 2**12 if small else 0)
     expected = jax.tree.map(lambda y: (y.shape, str(y.dtype)[6:]), f(X.clone()))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "An output with one or more elements was resized")
@@ -154,8 +157,7 @@ def test_packed_sequences_are_read(ways):
 @pytest.mark.parametrize(
     "f",
     [
-        lambda x: torch.sin(x[:, None] @ x[None]).T,
-        lambda x: x.expand(1000, -1).mul(2),
+        lambda x: (x[:, None] * x[None]).softmax(0),
         lambda x: x.repeat(x.shape[0], 1),
         lambda x: x.sum() + torch.zeros(x.shape[0], x.shape[0]),
         lambda x: torch.linalg.svdvals(x.view(500, 1000)),
@@ -164,6 +166,15 @@ def test_packed_sequences_are_read(ways):
 def test_what_takes_long_is_left_to_fakes(ways, f):
     jax.eval_shape(torch2jax(f), jax.ShapeDtypeStruct((500_000,), "float32"))
     assert ways == [_probe._ON_FAKES]
+
+
+def test_what_is_large_takes_no_memory(ways):
+    """A terabyte, which nobody computes."""
+    f = torch2jax(lambda x: torch.sin(x[:, None] @ x[None]).T)
+    out = jax.eval_shape(f, jax.ShapeDtypeStruct((200_000,), "float32"))
+    assert out.shape == (200_000, 200_000)
+    x = jax.ShapeDtypeStruct((200_000, 200_000), "float32")
+    assert jax.eval_shape(torch2jax(lambda x: x.mul_(2)), x) == x
 
 
 @pytest.mark.parametrize("reads", [False, True])
