@@ -25,7 +25,7 @@ from .reparametrised import computed
 from .rng import ModuleShards, seed_of
 
 
-_KEY = ("a key of JAX's", "key", "y = model(x, key=key)")
+_KEY = ("a JAX key", "key", "y = model(x, key=key)")
 _STATE = ("an `equinox.nn.State`", "state", "y, state = model(x, state=state)")
 
 
@@ -231,7 +231,7 @@ def _typed(core: Core, key: Any) -> jax.Array:
         array = f"an array {key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else None
         raise InputError(
             f"`key=` of `{core.name}` is {array or f'{key!r} of type {type(key).__name__}'}, but "
-            "takes a key of JAX's: `key=jax.random.key(0)`."
+            "takes a JAX key: `key=jax.random.key(0)`."
         ) from error
     if typed.ndim:
         raise InputError(
