@@ -16,6 +16,7 @@ from ._invoke import Call, divided, outputs_of, Prepared, prepared
 from ._program import Compiled, Lock, Plain, PROCESS_LOCK, Residuals, TorchFunction, VmapMethod
 from ._shapes import Declaration, Inference, OutputShapes
 from ._sharding import check_specs
+from ._trees import like_places
 
 
 _IGNORED = {
@@ -164,7 +165,7 @@ def torch2jax(
     known: dict[Hashable, Prepared] = {}
 
     def prepare(call: Call) -> Prepared:
-        site = call.site((examples or annotations).restored(call))
+        site = call.site((examples or annotations).wide_dtypes(call))
         split, shards = divided(function, site, call.types, out_specs)
         outputs = outputs_of(infer, call, site, split, shards)
         constant = nondiff.constant(call)
@@ -217,13 +218,16 @@ class _NonDiff:
             mask = self._mask
             prefix = tuple(mask) if isinstance(mask, list) else mask
         try:
-            return jax.tree.leaves(jax.tree.broadcast(prefix, like))
-        except ValueError as error:
-            raise InputError(
-                f"`nondiff_mask={self._mask!r}` of `{self._name}` is not a prefix of its "
-                f"{len(args)} positional arguments. Pass a tuple with a bool (or a tree of them) "
-                "for each."
-            ) from error
+            mask: Any = jax.tree.leaves(jax.tree.broadcast(like_places(prefix), like))
+        except ValueError:
+            mask = [None]
+        if all(isinstance(x, bool) for x in mask):
+            return mask
+        raise InputError(
+            f"`nondiff_mask={self._mask!r}` of `{self._name}` is not a prefix of its "
+            f"{len(args)} positional arguments. Pass a tuple with a bool (or a tree of them) "
+            "for each."
+        )
 
     def _check_argnums(self, count: int) -> None:
         wrong = [i for i in self._argnums or () if not -count <= i < count]

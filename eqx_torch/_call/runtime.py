@@ -12,7 +12,7 @@ from .._ambient import Ambient, in_neutral_thread
 from .._compat import from_dlpack
 from .._processes import interrupt_again
 from .._program import Lock, Program, with_interposed, write_error
-from .._torch_calls import ACTIVE, Span
+from .._timeline import ACTIVE, Span
 from .debug import debugged, debugging
 from .failures import Callback, PENDING, poisoning, raise_in_callback
 from .streams import XLA_STREAMS

@@ -20,7 +20,7 @@ from .._probe import probe, Question
 from .._program import Lock, Residuals, TorchFunction, VmapMethod
 from .._shapes import OutputShapes
 from .blueprint import Blueprint, Names
-from .core import Core, Options, restored_own, signature_of
+from .core import Core, Options, own_wide_dtypes, signature_of
 from .function import ModuleCode
 from .layers import changing_buffers, check_convertible, check_shards, is_training
 from .module import TorchModule
@@ -187,10 +187,10 @@ def _infer(
     names = code.blueprint.names
     named = dict(module.named_parameters()) | dict(module.named_buffers())
     tensors = [named[name] for name in (*names.parameters, *names.state)]
-    restored = restored_own([t.dtype for t in tensors], len(names.parameters))
+    wide = own_wide_dtypes([t.dtype for t in tensors], len(names.parameters))
     examples = Examples(code.name, example_args, example_kw or {})
     own = code.own[inference, False]
-    examples.infer(infer, example_args, example_kw, own, tensors, restored)
+    examples.infer(infer, example_args, example_kw, own, tensors, wide)
 
 
 def _check_method(module: torch.nn.Module, method: Any) -> None:

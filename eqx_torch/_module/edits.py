@@ -30,7 +30,7 @@ from .._errors import ModuleError, ShapeError
 from .._program import own_generator
 from .._trees import flatten
 from .._watch import storage_key
-from .reparametrised import Static
+from .reparametrised import PlainFunction
 
 
 Step: TypeAlias = tuple[str, Any, Any]
@@ -208,7 +208,7 @@ def _computed(new: Any, taken: bool, given: Any, key: jax.Array | None, position
 
 
 def _takes_key(function: Callable[..., Any]) -> bool:
-    if isinstance(function, Static):
+    if isinstance(function, PlainFunction):
         function = function.function
     if isinstance(function, _VMAPPED):  # which takes no keyword arguments
         return False

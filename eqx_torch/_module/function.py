@@ -30,7 +30,7 @@ from .._program import (
     Spec,
     Tensors,
 )
-from .._trees import flatten_result, Structure
+from .._trees import Structure
 from .._watch import Draws, storage_key, Watch
 from .blueprint import Blueprint, Skeleton
 from .edits import check_generator, EditedRun, Edits
@@ -182,7 +182,7 @@ class ModuleCode:
         return f"buffer {self.blueprint.names.state[int(index) - 1]}"
 
     def of_result(self, structure: Structure) -> Structure:
-        return flatten_result(structure.unflatten(range(structure.num_leaves))[0])[1]
+        return structure.first()
 
     @contextlib.contextmanager
     def trial(self, site: Site, watch: Watch) -> Iterator[Callable[[Tensors], Any]]:

@@ -22,9 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from .._compat import TorchDispatchMode
 from .._errors import ModuleError
-from .._reachable import CachedFunction, is_library
+from .._reachable import attributes_set_by, CachedFunction, is_library
 from .._watch import storage_key
-from .._writers import attributes_set_by
 from .walk import apart, ATTRIBUTES, contents, Copy, is_generator, MUTABLE, Place, refill, step_to
 
 

@@ -23,10 +23,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from .._reachable import reachable, reaches_module, scripts_near, seems_to_swap
+from .._reachable import reachable, reaches_module, scripts_near, seems_to_swap, Ways, ways_to_write
 from .._trees import Structure
 from .._watch import Before, Watch
-from .._writers import Ways, ways_to_write
 from .base import Spec, Tensors
 from .interposed import is_narrow
 from .site import Site

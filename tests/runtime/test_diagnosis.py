@@ -135,17 +135,17 @@ WRONG = {
     ),
     "threads": (
         changed(LAPTOP, jax_devices=(8, "cpu")),
-        "8 CPU devices with 8 torch threads each are 64 threads on 8 cores",
+        "8 CPU device(s), each with 8 torch threads: 64 threads on 8 core(s).",
         "`torch.set_num_threads(1)` when the program starts, or set OMP_NUM_THREADS=1",
     ),
     "threads of which some fit": (
         changed(LAPTOP, jax_devices=(3, "cpu")),
-        "3 CPU devices with 8 torch threads each are 24 threads on 8 cores",
+        "3 CPU device(s), each with 8 torch threads: 24 threads on 8 core(s).",
         "`torch.set_num_threads(2)`",
     ),
     "threads of one device": (
         changed(LAPTOP, cores=1, torch_threads=64),
-        "1 CPU device with 64 torch threads each are 64 threads on 1 core.",
+        "1 CPU device(s), each with 64 torch threads: 64 threads on 1 core(s).",
         "OMP_NUM_THREADS=1",
     ),
 }
@@ -203,7 +203,7 @@ def test_a_process_with_nothing_wrong():
 def test_a_process_with_too_many_threads():
     done = run(JAX_PLATFORMS="cpu", OMP_NUM_THREADS=f"{os.cpu_count()}", JAX_NUM_CPU_DEVICES="8")
     assert done.returncode == 1, done.stderr
-    assert f"8 CPU devices with {os.cpu_count()} torch threads each" in done.stdout
+    assert f"8 CPU device(s), each with {os.cpu_count()} torch threads" in done.stdout
     assert "torch.set_num_threads(1)" in done.stdout
 
 

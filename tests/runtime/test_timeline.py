@@ -16,7 +16,7 @@ import torch
 from jax.sharding import PartitionSpec as P
 
 from eqx_torch import from_torch, timeline, torch2jax
-from eqx_torch._torch_calls import ACTIVE, by_lane, overlap
+from eqx_torch._timeline import ACTIVE, by_lane, overlap
 
 from ..helpers import assert_trees_equal
 from ..helpers.meshes import explicit_mesh, put

@@ -14,9 +14,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from matplotlib.colors import to_hex
 
-from eqx_torch import EqxTorchError, Timeline, timeline, torch2jax
-from eqx_torch._timeline import draw
-from eqx_torch._torch_calls import Recording
+from eqx_torch import EqxTorchError, timeline, torch2jax
+from eqx_torch._timeline import draw, Timeline
 
 from ..helpers import assert_trees_equal
 from ..helpers.meshes import explicit_mesh, put
@@ -63,14 +62,14 @@ def test_the_trace_file_has_each_call_once(tmp_path):
 
 
 def test_calls_that_overlap_on_a_device_have_rows_in_the_trace(tmp_path):
-    recording = Recording()
-    recording.start = 1.0
-    recording.ended = [
+    record = Timeline()
+    record.start = 1.0
+    record.ended = [
         made_up("cpu:0", 1, 3),
         made_up("cpu:0", 2, 4, "g"),
         made_up("cpu:1", 1, 2),
     ]
-    Timeline(recording).save(tmp_path / "trace.json")
+    record.save(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert [(e["name"], e["pid"], e["tid"], e["ts"], e["dur"]) for e in spans] == [
