@@ -191,7 +191,12 @@ def _trace_events(calls: Sequence[TorchCall], origin: float) -> Iterator[dict[st
                 }
 
 
-_COLOURS = {"forward": "#4c72b0", "backward": "#dd8452", "tangent": "#55a868"}
+_COLOURS = {
+    "forward": "#4c72b0",
+    "backward": "#dd8452",
+    "gradient": "#8172b3",
+    "tangent": "#55a868",
+}
 _WIDTH = 10.0  # inches
 _ROW = 0.42
 _BAR = 0.84  # of a row

@@ -170,8 +170,7 @@ COUNTED = {
     dynamics: (STEPS, 2 * STEPS),
     # What is to be computed again is, and has its forces twice.
     rematerialized: (2, 3),
-    # Torch goes through both graphs at once; here the energy's own derivative is one more.
-    energy_and_force_training: (1, 3),
+    energy_and_force_training: (1, 2),
 }
 OTHERS = [
     pushed_training,
