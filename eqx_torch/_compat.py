@@ -60,6 +60,10 @@ from jaxtyping._storage import (
     set_shape_memo as _set_shape_memo,
     set_treepath_memo as _set_treepath_memo,
 )
+from torch import (
+    # Each of some tensors from another, at less than `copy_` takes for one.
+    _foreach_copy_ as copy_all,
+)
 from torch._C import (
     # What a derivative runs is told from what a forward runs by this alone.
     _current_graph_task_id,
@@ -141,6 +145,7 @@ __all__ = [
     "TorchDispatchMode",
     "WithoutFunctionModes",
     "any_autocast",
+    "copy_all",
     "from_dlpack",
     "in_backward",
     "is_all_true",

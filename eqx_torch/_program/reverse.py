@@ -32,6 +32,7 @@ from .tape import Held, Tape
 
 
 _MANY = 2.0**20
+_STRIDED = torch.strided
 
 # How reentrant checkpoints refuse `torch.autograd.grad`.
 _REFUSAL = "torch.utils.checkpoint is incompatible with .grad()"
@@ -434,7 +435,10 @@ def _gradients_of(
     except RuntimeError as error:
         explain_attention(error)
         raise
-    return [_dense(g, x) for g, x in zip(grads, inputs, strict=True)]
+    return [
+        g if g is not None and g.layout is _STRIDED else _dense(g, x)
+        for g, x in zip(grads, inputs, strict=True)
+    ]
 
 
 def _accumulated(outputs: Tensors, inputs: Tensors, cotangents: Tensors) -> list[torch.Tensor]:
