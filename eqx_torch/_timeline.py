@@ -279,7 +279,7 @@ def timeline() -> Iterator[Timeline]:
         >>> with timeline() as record:
         ...     y = f(jnp.ones(3)).block_until_ready()
         >>> [(call.kind, call.device) for call in record.events]
-        [('forward', 'cpu:0'), ('backward', 'cpu:0')]
+        [('gradient', 'cpu:0')]
     """
     recording = Recording()
     ACTIVE.append(recording)

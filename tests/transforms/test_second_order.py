@@ -305,6 +305,8 @@ BATCHED = {
         ),
         (1, 2),
     ),
+    # By `torch.func`, whose backward is not counted.
+    "by what is shared": (lambda e: jax.vmap(jax.grad(e), (None, 0)), (1, 0)),
     "training of each": (lambda e: jax.vmap(force_training(e), (None, 0)), None),
     "hessians": (
         lambda e: jax.vmap(jax.hessian(e, 1), (None, 0)),
