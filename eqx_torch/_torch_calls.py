@@ -34,8 +34,8 @@ class TorchCall:
     **Attributes:**
 
     - `function`: the name of the torch function or module.
-    - `kind`: "forward"; "backward" if it computed cotangents; "gradient" if it computed a number and
-        its gradient at once; "tangent" if it computed tangents.
+    - `kind`: "forward"; "backward" if it computed cotangents; "gradient" if it computed a number
+        and its gradient at once; "tangent" if it computed tangents.
         Of a derivative of higher order, what was taken last counts.
     - `program`: all that was computed, for instance `vmap(vjp(f))`; a forward that keeps its graph
         for the backward is a `record(f)`.

@@ -162,9 +162,7 @@ def jvp(
 def _active(program: Program, tangents: Sequence[Any]) -> tuple[int, ...]:
     """The inputs that have tangents."""
     pairs = zip(program.ins, tangents, strict=True)
-    return tuple(
-        i for i, (s, t) in enumerate(pairs) if s.differentiable and type(t) is not ad.Zero
-    )
+    return tuple(i for i, (s, t) in enumerate(pairs) if s.differentiable and type(t) is not ad.Zero)
 
 
 # Where reverse mode comes, and f gives one number y, its pullback for any u is that for 1 times u.

@@ -104,7 +104,7 @@ def _on_buffers(program: Program) -> Callable[[Sequence[Any]], tuple[()]]:
             if len(outputs) == 1:
                 outputs[0].copy_(results[0])
             else:
-                copy_all(outputs, results)
+                copy_all(outputs, list(results))
         finally:
             set_grad_enabled(True)
         if any(map(_version, inputs)):

@@ -10,7 +10,7 @@ J^T u = conj(J^H conj(u)). The functions here are torch's.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -51,7 +51,7 @@ def pullback(vjp: Derivative, primals: Tensors, cotangents: Tensors) -> list[tor
 def pulled(
     program: Derivative, primals: Tensors, cotangents: Tensors | None = None
 ) -> tuple[Tensors, list[torch.Tensor]]:
-    """All outputs of the inner program, by a new forward, and the pullback of cotangents, or of 1."""
+    """All outputs of the inner program, by a new forward, and the pullback, of 1 by default."""
     active = [leaf_of(p) for p in pick(primals, program.wrt)]
     inputs = replaced(primals, program.wrt, active)
     results = program.inner.run(inputs, False)
@@ -305,7 +305,7 @@ def functional_pulled(
         results = program.inner.run(replaced(primals, program.wrt, active), True)
         return pick(results, program.of), results
 
-    outputs, pull, results = torch.func.vjp(forward, *active, has_aux=True)
+    outputs, pull, results = cast(Any, torch.func.vjp(forward, *active, has_aux=True))
     us = map(torch.ones_like, outputs) if cotangents is None else cotangents
     grads = pull(tuple(us))
     return results, [_dense(g, x) for g, x in zip(grads, active, strict=True)]

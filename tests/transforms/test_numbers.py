@@ -48,7 +48,9 @@ def energy_in_jax(x):
 def test_gradients_are_the_twins(getkey, twin):
     args = twin.args(getkey)
     actual, expected = number(twin.torch), scalar(twin.jax)
-    cubed = [jax.value_and_grad(lambda *a, f=f: f(*a) ** 3, twin.smooth) for f in (actual, expected)]
+    cubed = [
+        jax.value_and_grad(lambda *a, f=f: f(*a) ** 3, twin.smooth) for f in (actual, expected)
+    ]
     of_gradients = [scalar(jax.grad(f, twin.smooth)) for f in (actual, expected)]
     second = [jax.grad(f, twin.smooth) for f in of_gradients]
     for ours, jaxs in (cubed, second):
