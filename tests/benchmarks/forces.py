@@ -4,8 +4,9 @@
 all distances, and computes in JAX and in torch: the forces; the product of a Hessian with a
 vector; the gradient of a loss of the forces by the parameters (for one structure, with the energy
 and without, and for a batch of them, by `jax.vmap` against `torch.func.vmap`); and that of a loss
-of what a few steps of dynamics end at, by a `lax.scan` against a loop. All give the same, which is checked first. Times
-are of the processor, so that they compare on a machine that others use too. torch has one thread.
+of what a few steps of dynamics end at, by a `lax.scan` against a loop. All give the same, which is
+checked first. Times are of the processor, so that they compare on a machine that others use too.
+torch has one thread.
 """
 
 import argparse
