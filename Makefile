@@ -31,6 +31,7 @@ bench: .venv/ready-bench
 	python -m tests.benchmarks.train_step --compiled; \
 	python -m tests.benchmarks.vmap; \
 	python -m tests.benchmarks.forces; \
+	python -m tests.benchmarks.parameters; \
 	python -m tests.benchmarks.devices; \
 	python -m tests.benchmarks.memory; \
 	python -m tests.benchmarks.startup; \

@@ -5,17 +5,21 @@ array and starts no JAX computation, so it can never wait for the runtime that w
 tensors it makes share memory with XLA's buffers and are valid until it returns.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from .._ambient import Ambient, in_neutral_thread
-from .._compat import from_dlpack
+from .._compat import copy_all, from_dlpack, set_grad_enabled
 from .._processes import interrupt_again
 from .._program import Lock, Program, with_interposed, write_error
 from .._timeline import ACTIVE, Span
 from .debug import debugged, debugging
 from .failures import Callback, PENDING, poisoning, raise_in_callback
 from .streams import XLA_STREAMS
+
+
+_version = operator.attrgetter("_version")
 
 
 def callback(program: Program, platform: str, devices: int) -> Callback:
@@ -93,14 +97,18 @@ def _on_buffers(program: Program) -> Callable[[Sequence[Any]], tuple[()]]:
 
     def run(buffers: Sequence[Any]) -> tuple[()]:
         tensors = [from_dlpack(b.__dlpack__()) for b in buffers]
-        inputs = tensors[:count]
-        i = count
-        for result in evaluate(inputs, False):
-            tensors[i].copy_(result.detach() if result.requires_grad else result)
-            i += 1
-        for x in inputs:
-            if x._version:
-                raise write_error(program, inputs)
+        inputs, outputs = tensors[:count], tensors[count:]
+        results = evaluate(inputs, False)
+        set_grad_enabled(False)
+        try:
+            if len(outputs) == 1:
+                outputs[0].copy_(results[0])
+            else:
+                copy_all(outputs, list(results))
+        finally:
+            set_grad_enabled(True)
+        if any(map(_version, inputs)):
+            raise write_error(program, inputs)
         return ()
 
     def run_and_release(buffers: Sequence[Any]) -> tuple[()]:
