@@ -13,6 +13,7 @@ from .calculus import (
     batched_with_graph as batched_with_graph,
     differential as differential,
     recording as recording,
+    token_of as token_of,
     untaped as untaped,
 )
 from .derivative import Jvp as Jvp, Record as Record, Vjp as Vjp
@@ -41,4 +42,4 @@ from .interposed import interposing as interposing, with_interposed as with_inte
 from .leaf import Leaf as Leaf, same_bits as same_bits, write_error as write_error
 from .results import opened as opened
 from .site import argument_name as argument_name, Own as Own, Site as Site
-from .tape import Guard as Guard, Kept as Kept, TAPES as TAPES
+from .tape import Guard as Guard, Kept as Kept, TAPES as TAPES, TapeSite as TapeSite
