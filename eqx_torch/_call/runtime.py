@@ -13,7 +13,7 @@ import torch
 from .._ambient import Ambient, in_neutral_thread
 from .._compat import from_dlpack
 from .._processes import interrupt_again
-from .._program import Lock, Program, with_interposed, write_error
+from .._program import local_gpus, Lock, Program, with_interposed, write_error
 from .._torch_calls import ACTIVE, Span
 from .debug import debugged, debugging, Evaluate
 from .failures import Callback, PENDING, poisoning, raise_in_callback
@@ -46,7 +46,8 @@ def callback(program: Program, platform: str, devices: int, port: Port | None = 
         run = poisoning(program, run, platform, devices)
     if platform == "cpu":
         return run
-    return _on_stream(run, settled=lock is not None and devices > 1)
+    # A program on one device may wait while it holds the lock that another one's calls wait for.
+    return _on_stream(run, settled=lock is not None and max(devices, local_gpus()) > 1)
 
 
 def _locked(run: Callback, lock: Lock) -> Callback:

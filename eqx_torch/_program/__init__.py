@@ -17,7 +17,7 @@ from .calculus import (
     untaped as untaped,
 )
 from .derivative import Jvp as Jvp, Record as Record, Vjp as Vjp
-from .exclusive import EXCLUSIVE as EXCLUSIVE
+from .exclusive import EXCLUSIVE as EXCLUSIVE, local_gpus as local_gpus, settle as settle
 from .function import (
     Code as Code,
     Compiled as Compiled,
