@@ -30,7 +30,7 @@ from jax.interpreters import mlir
 
 from .._compat import on_clear_caches
 from .._errors import EqxTorchError
-from .._program import Program, Record, TAPES, TapeSite, Tensors, token_of
+from .._program import Program, Record, TAPES, TapeSite, Tensors
 from .debug import Evaluate
 from .failures import ask_in_checks, report
 from .wiring import Port, Wiring
@@ -66,7 +66,7 @@ def new_port(program: Program, platform: str) -> Port | None:
     """The part in pairs of a program that is lowered for a platform, None if it has none."""
     if platform == "cpu" and mode_on(platform) is Mode.READ:
         return None
-    operand = token_of(program)
+    operand = program.token
     if isinstance(program, Record):
         return Port(operand, len(program.inner.outs))
     return None if operand is None else Port(operand, len(program.outs))
@@ -155,8 +155,8 @@ class Live(threading.local):
 
     def serves(self, program: Program, arrays: Sequence[Any]) -> bool:
         """Whether a call gives or takes tokens, and those that it takes are alive."""
-        operand = token_of(program)
-        if operand is None and not isinstance(program, Record):
+        operand = program.token
+        if operand is None and type(program) is not Record:
             return False
         if not os.environ.get(VARIABLE) and jax.default_backend() == "cpu":
             return False

@@ -13,7 +13,6 @@ from .calculus import (
     batched_with_graph as batched_with_graph,
     differential as differential,
     recording as recording,
-    token_of as token_of,
     untaped as untaped,
 )
 from .derivative import Jvp as Jvp, Record as Record, Vjp as Vjp

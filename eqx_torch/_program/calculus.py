@@ -49,19 +49,10 @@ def untaped(program: Program) -> tuple[Program, Indices]:
     """
     if isinstance(program, Record):
         return untaped(program.inner)
-    everything, token = tuple(range(len(program.ins))), token_of(program)
+    everything, token = tuple(range(len(program.ins))), program.token
     if isinstance(program, Jvp | Vjp) and token is not None:
         return program.untaped, everything[:token] + everything[token + 1 :]
     return program, everything
-
-
-def token_of(program: Program) -> int | None:
-    """The input that is the token of a graph, None if it takes none."""
-    if isinstance(program, Record):
-        return token_of(program.inner)
-    if isinstance(program, Jvp | Vjp) and program.taped:
-        return len(program.inner.ins)
-    return None
 
 
 def _part(program: Program, active: Indices) -> tuple[Program, Indices, Indices]:

@@ -360,6 +360,10 @@ class Record(Derived):
         return (*self.inner.outs, *[TOKEN] * self.count)
 
     @functools.cached_property
+    def token(self) -> int | None:
+        return self.inner.token
+
+    @functools.cached_property
     def order(self) -> int:
         return self.inner.order
 
