@@ -62,6 +62,7 @@ test-slow: .venv/ready
 test-sweeps: .venv/ready
 	.venv/bin/$(PYTEST) -m sweep
 	for tape in off 0 1; do .venv/bin/$(PYTEST) --tape=$$tape $(GRADIENT_TESTS) || exit 1; done
+	EQX_TORCH_GRAPHS=check .venv/bin/$(PYTEST) $(GRADIENT_TESTS)
 
 test-all: test test-slow test-sweeps
 

@@ -77,7 +77,8 @@ def connect(ctx: mlir.LoweringRuleContext, port: Port, call: Any, is_live: bool)
     if is_live:
         port.is_proven, port.wanted = True, set(range(len(call.results) - port.first))
         return
-    Wiring.of(ctx.module_context).add(call, port)
+    context = ctx.module_context
+    Wiring.of(context).add(call, port, context.module)
 
 
 class _Noted(NamedTuple):

@@ -48,8 +48,8 @@ class Port:
 class Wiring:
     """The calls of one module that give or take tokens."""
 
-    def __init__(self, module: Any) -> None:
-        self._module: Any = module
+    def __init__(self) -> None:
+        self._module: Any = None  # while something in it is to be traced
         self._ports: dict[int, Port] = {}
         self._open: dict[int, int] = {}  # pullbacks not traced yet, and which operand is a token
         self._lock = threading.Lock()
@@ -60,12 +60,12 @@ class Wiring:
         kept: Any = context.keepalives
         found = next((x for x in kept if isinstance(x, cls)), None)
         if found is None:
-            found = cls(context.module)
+            found = cls()
             context.add_keepalive(found)
         return found
 
-    def add(self, call: Any, port: Port) -> None:
-        """Takes a call that has been lowered."""
+    def add(self, call: Any, port: Port, module: Any) -> None:
+        """Takes a call that has been lowered into a module."""
         index = _callback_index(call)
         assert index is not None
         self._ports[index] = port
@@ -77,7 +77,7 @@ class Wiring:
         if _is_result_beside(source, call) and _callback_index(_owner(source)) is not None:
             self._connect(port, [_named(source)])
         elif _may_be_traced(source, call):
-            self._open[index] = port.operand
+            self._open[index], self._module = port.operand, module
         port.wiring = self
 
     def settle(self) -> None:
