@@ -34,12 +34,15 @@ VARIABLES = (
     "XLA_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_ALLOCATOR",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES",
 )
 _MARKS = ("  - ", "    ", "    -> ")
 _DEFAULT_FRACTION = 0.75  # of a GPU's memory: what JAX takes when it starts
+_TAKING_AS_NEEDED = ("cuda_async", "vmm", "address", "platform")  # allocators of JAX's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +145,7 @@ def diagnose(facts: Facts) -> list[Finding]:
     needed = "Names that eqx_torch needs may be missing there, or mean something else."
     update = "Run `pip install --upgrade eqx-torch`, which installs versions that are supported."
     unsupported = [Finding(f"{sentence}.", needed, update) for sentence in facts.unsupported]
-    checks = (_backend, _torch_without_gpu, _jax_without_gpu, _preallocation, _threads)
+    checks = (_backend, _torch_without_gpu, _jax_without_gpu, *_MEMORY, _threads)
     return unsupported + [finding for check in checks if (finding := check(facts))]
 
 
@@ -196,22 +199,78 @@ def _jax_without_gpu(facts: Facts) -> Finding | None:
 
 def _preallocation(facts: Facts) -> Finding | None:
     """JAX taking the memory of a GPU that torch allocates from too."""
-    given = facts.environment
-    as_needed = given.get("XLA_PYTHON_CLIENT_PREALLOCATE") in ("false", "False", "0")
-    as_needed |= given.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform"
-    older = given.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    fraction = float(given.get("XLA_CLIENT_MEM_FRACTION") or older or _DEFAULT_FRACTION)
-    on_gpu = facts.jax_platform in ("cuda", "rocm") and facts.torch_gpus
-    if not on_gpu or as_needed or fraction < _DEFAULT_FRACTION:
+    fraction = _fraction(facts)
+    if fraction is None or fraction < _DEFAULT_FRACTION:
         return None
+    jax_share, torch_share = _shares(facts, fraction)
     return Finding(
-        f"JAX takes {fraction:.0%} of a GPU's memory when it starts, and torch allocates from the "
-        "rest.",
-        "Torch then runs out of memory while JAX holds memory that it does not use.",
+        f"JAX takes {fraction:.0%} of a GPU's memory when it starts ({jax_share}), and torch "
+        f"allocates from the rest ({torch_share}).",
+        "Torch then runs out of memory while JAX holds memory that it does not use. In torch's "
+        "part are the activations and graphs of torch functions.",
         "Set XLA_PYTHON_CLIENT_PREALLOCATE=false in the environment, and JAX takes memory as it "
         "needs it; or XLA_CLIENT_MEM_FRACTION=0.4 (XLA_PYTHON_CLIENT_MEM_FRACTION in older "
-        "versions), the part that JAX takes.",
+        "versions), the part for parameters, the optimiser's state and JAX's own work.",
     )
+
+
+def _both_fractions(facts: Facts) -> Finding | None:
+    """One of which JAX does not read."""
+    newer, older = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    if not facts.torch_gpus or not {newer, older} <= facts.environment.keys():
+        return None
+    return Finding(
+        f"{newer} and {older} are both set.",
+        "They are two names of one setting, and JAX refuses both or reads one of them.",
+        f"Unset {older}, the old name.",
+    )
+
+
+def _waiting_allocator(facts: Facts) -> Finding | None:
+    if facts.jax_platform not in ("cuda", "rocm") or _allocator(facts) != "platform":
+        return None
+    return Finding(
+        "JAX allocates with the platform's allocator.",
+        "It frees memory when a program ends, and so waits for the GPU at the end of each.",
+        "Unset XLA_PYTHON_CLIENT_ALLOCATOR and set XLA_PYTHON_CLIENT_PREALLOCATE=false; or set "
+        "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async.",
+    )
+
+
+_MEMORY = (_preallocation, _both_fractions, _waiting_allocator)
+
+
+def _allocator(facts: Facts) -> str:
+    return facts.environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower()
+
+
+def _fraction(facts: Facts) -> float | None:
+    """The part of a GPU's memory that JAX takes when it starts; None if it takes none."""
+    given = facts.environment
+    as_needed = given.get("XLA_PYTHON_CLIENT_PREALLOCATE") in ("false", "False", "0")
+    as_needed = as_needed or _allocator(facts) in _TAKING_AS_NEEDED
+    if facts.jax_platform not in ("cuda", "rocm") or not facts.torch_gpus or as_needed:
+        return None
+    older = given.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    return float(given.get("XLA_CLIENT_MEM_FRACTION") or older or _DEFAULT_FRACTION)
+
+
+def _shares(facts: Facts, fraction: float) -> tuple[str, str]:
+    """What JAX and torch have of the first GPU, or all of it if JAX takes more than there is."""
+    total = facts.torch_gpus[0][1]
+    own = min(fraction, 1.0) * total
+    return _gibibytes(own), _gibibytes(total - own)
+
+
+def _gpu_memory(facts: Facts) -> dict[str, str]:
+    """A row on who has which part of it."""
+    if facts.jax_platform not in ("cuda", "rocm") or not facts.torch_gpus:
+        return {}
+    fraction = _fraction(facts)
+    if fraction is None:
+        return {"memory of a GPU": "both take it as they need it"}
+    jax_share, torch_share = _shares(facts, fraction)
+    return {"memory of a GPU": f"{jax_share} for JAX from the start, {torch_share} for torch"}
 
 
 def _threads(facts: Facts) -> Finding | None:
@@ -243,6 +302,7 @@ def report(facts: Facts, findings: Iterable[Finding]) -> str:
         },
         "Memory and threads": {
             "main memory": _gibibytes(facts.memory),
+            **_gpu_memory(facts),
             "cores": facts.cores,
             "torch threads": f"{facts.torch_threads} for each device that calls torch",
             "64-bit dtypes": "kept" if facts.x64 else "converted to 32 bits (jax_enable_x64=False)",
@@ -259,7 +319,7 @@ def report(facts: Facts, findings: Iterable[Finding]) -> str:
     return "\n".join(lines)
 
 
-def _gibibytes(size: int) -> str:
+def _gibibytes(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 

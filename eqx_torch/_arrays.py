@@ -214,9 +214,22 @@ def _share_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> jax.Array:
 
 def _copy_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> jax.Array:
     host = np.array(_share_tensor(tensor.detach().cpu(), dtype))
-    platform = "gpu" if tensor.is_cuda else "cpu"
-    device = jax.local_devices(backend=platform)[max(tensor.get_device(), 0)]
-    return jax.device_put(host, device)
+    return jax.device_put(host, _jax_device(tensor))
+
+
+def _jax_device(tensor: torch.Tensor) -> Any:
+    """JAX may have only some of the GPUs that torch sees."""
+    if not tensor.is_cuda:
+        return jax.local_devices(backend="cpu")[0]
+    gpus = jax.local_devices(backend="gpu")
+    index = tensor.get_device()
+    found = next((gpu for gpu in gpus if gpu.local_hardware_id == index), None)
+    if found is None:
+        raise ConversionError(
+            f"t2j was given a tensor on {tensor.device}, which is not among the GPUs that JAX has "
+            f"in this process ({gpus}). Write `t2j(tensor.cpu())`."
+        )
+    return found
 
 
 def _row_major(tensor: torch.Tensor) -> torch.Tensor:

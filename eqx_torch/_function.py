@@ -97,8 +97,8 @@ def torch2jax(
     - `vmap_method`: how `jax.vmap` calls `fn`. `"torch"`: one call under `torch.func.vmap`, or a
         loop where that fails. `"sequential"`, `"broadcast_all"`, `"expand_dims"` as in `jax.ffi`.
     - `residuals`: `"tape"` to keep the graph of a forward for its backward, as torch does (on a
-        GPU and across `jax.vmap` backwards recompute); `"recompute"` to always run the forward
-        again in the backward, which needs less memory.
+        GPU some backwards recompute, those of a `lax.scan` over layers among them);
+        `"recompute"` to always run the forward again in the backward, which needs less memory.
     - `signature`: an annotated function (a stub will do) whose jaxtyping annotations to use in
         place of those of `fn`. If its first argument is named `self`, that is the module or
         object whose method `fn` is.

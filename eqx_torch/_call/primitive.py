@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -48,6 +48,7 @@ from .._program import (
     Vmap,
 )
 from .._sharding import batch_axes, is_manual, over_batch_shards, over_the_batch
+from .pairs import connect, LIVE, new_port
 from .runtime import callback
 
 
@@ -55,6 +56,11 @@ _CONFIG: Any = jax.config  # its attributes are made when JAX is imported
 
 torch_call_p = Primitive("torch_call")
 torch_call_p.multiple_results = True
+
+# The same in a program of its own, where each token that it takes is an array in which a recording
+# has put it.
+torch_call_live_p = Primitive("torch_call")
+torch_call_live_p.multiple_results = True
 
 
 def call(program: Program, *arrays: Any) -> list[Any]:
@@ -97,13 +103,20 @@ def impl(*arrays: Any, program: Program) -> list[Any]:
     """Evaluates a program outside of `jax.jit`, by compiling it alone."""
     if _CONFIG.jax_disable_jit or _CONFIG.jax_debug_nans or _CONFIG.jax_debug_infs:
         return _impl_in_debugging(program, arrays)
+    if LIVE.serves(program, arrays):
+        return LIVE.noted(program, lambda: _compiled(program, torch_call_live_p)(*arrays))
+    return _compiled(program, torch_call_p)(*arrays)
+
+
+def _compiled(program: Program, primitive: Primitive) -> Callable[..., list[Any]]:
     compiled = program.leaf.function.compiled()
     if compiled is None:
-        return _jitted(program)(*arrays)
-    function = compiled.by_program.get(program)
+        return _jitted(program, primitive)
+    function = compiled.by_program.get((program, primitive))
     if function is None:
-        function = compiled.by_program.setdefault(program, _jitted(program))
-    return function(*arrays)
+        jitted = _jitted(program, primitive)
+        function = compiled.by_program.setdefault((program, primitive), jitted)
+    return function
 
 
 def _impl_in_debugging(program: Program, arrays: Sequence[Any]) -> list[Any]:
@@ -112,7 +125,7 @@ def _impl_in_debugging(program: Program, arrays: Sequence[Any]) -> list[Any]:
     A torch call is one step: to take it apart would be to call it again.
     """
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
-        results = _jitted(program)(*arrays)
+        results = _jitted(program, torch_call_p)(*arrays)
     for kind, found, wanted in (
         ("nan", jnp.isnan, _CONFIG.jax_debug_nans),
         ("inf", jnp.isinf, _CONFIG.jax_debug_infs),
@@ -123,9 +136,9 @@ def _impl_in_debugging(program: Program, arrays: Sequence[Any]) -> list[Any]:
     return results
 
 
-def _jitted(program: Program) -> Any:
+def _jitted(program: Program, primitive: Primitive) -> Any:
     def torch_call(*arrays: Any) -> list[Any]:
-        return torch_call_p.bind(*arrays, program=program)
+        return primitive.bind(*arrays, program=program)
 
     return jax.jit(torch_call)
 
@@ -383,8 +396,10 @@ def _looped(program: Program, arrays: Sequence[Any], dims: Sequence[int | None])
     return jax.lax.scan(member, None, batched)[1]
 
 
-def lower(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Sequence[Any]:
-    """The lowering rule."""
+def lower(
+    ctx: mlir.LoweringRuleContext, *operands: Any, program: Program, is_live: bool = False
+) -> Sequence[Any]:
+    """The lowering rule; `is_live` where its tokens are arrays."""
     refuse_deadlock(program.leaf.name)
     (platform, *others) = ctx.module_context.platforms
     target = callback_target(platform)
@@ -405,10 +420,15 @@ def lower(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Se
     _warn_if_gathered(ctx, program)
     program.prepare()
     devices = _num_devices(ctx)
-    run = entry(callback(program, platform, devices), platform, devices)
+    port = new_port(program, platform)
+    run = entry(callback(program, platform, devices, port), platform, devices)
     # Torch is called for a result without elements too: whether it has any is for torch to say.
     is_empty = all(0 in spec.shape for spec in program.outs)
-    return lower_callback(ctx, target, run, operands, _operation_name(program), is_kept=is_empty)
+    name = _operation_name(program)
+    results = lower_callback(ctx, target, run, operands, name, is_kept=is_empty)
+    if port is not None:
+        connect(ctx, port, results[0].owner, is_live)
+    return results
 
 
 def _operation_name(program: Program) -> str:
@@ -460,4 +480,8 @@ register_linearize(torch_call_p, linearize)
 ad.primitive_transposes[torch_call_p] = transpose
 batching.primitive_batchers[torch_call_p] = batch
 register_dce(torch_call_p, dce)
-mlir.register_lowering(torch_call_p, lower)
+# Uncached, since the operands in a function for equal calls do not say where they come from.
+mlir.register_lowering(torch_call_p, lower, cacheable=False)
+torch_call_live_p.def_abstract_eval(abstract_eval)
+lower_live = functools.partial(lower, is_live=True)
+mlir.register_lowering(torch_call_live_p, lower_live, cacheable=False)

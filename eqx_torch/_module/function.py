@@ -19,7 +19,6 @@ import torch
 
 from .._errors import ModuleError
 from .._program import (
-    drawing_from,
     Guard,
     Kept,
     Learnt,
@@ -35,7 +34,7 @@ from .._watch import Draws, storage_key, Watch
 from .blueprint import Blueprint, Skeleton
 from .edits import check_generator, EditedRun, Edits
 from .layers import projection
-from .rng import seeded
+from .rng import resumed, seeded
 from .traces import FlagReads, GeneratorState, Reads, stale_tensor
 
 
@@ -171,7 +170,7 @@ class ModuleCode:
         self._held.items.clear()
         guard: Guard = contextlib.nullcontext
         if generator is not None:
-            guard = functools.partial(drawing_from, generator)
+            guard = functools.partial(resumed, generator, self._held.device)
         _end(self._held.random)
         return Kept(guard, lambda: _end(items))
 
@@ -336,6 +335,7 @@ class ModuleCode:
         return [] if reads is None else reads.stale(self.python, self.blueprint.loose)
 
     def _seeding(self, seed: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        self._held.device = seed.device
         return seeded(seed, self._held.random.append)
 
     def _changed_constants(self, names: Sequence[str]) -> str:
@@ -437,11 +437,13 @@ class _Held(threading.local):
     Attributes:
         items: when the derivatives of the calls are done.
         random: what random numbers are drawn from, at the end of the program in any case.
+        device: of the last call that was seeded.
     """
 
     def __init__(self) -> None:
         self.items: list[Callable[[], None]] = []
         self.random: list[Callable[[], None]] = []
+        self.device = _CPU
 
 
 class _LayerNames:

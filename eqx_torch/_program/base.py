@@ -91,6 +91,11 @@ class Program(abc.ABC):
         """Whether it is, or is made of, one call for a batch."""
         return False
 
+    @functools.cached_property
+    def token(self) -> int | None:
+        """The input that is the token of a graph, None if none is."""
+        return None
+
     @property
     @abc.abstractmethod
     def name(self) -> str:
@@ -175,6 +180,10 @@ class Derivative(Derived):
     def tokens(self) -> tuple[Spec, ...]:
         """The spec of the token, if there is one."""
         return (TOKEN,) if self.taped else ()
+
+    @functools.cached_property
+    def token(self) -> int | None:
+        return len(self.inner.ins) if self.taped else None
 
     @functools.cached_property
     def linear(self) -> frozenset[int]:

@@ -49,9 +49,8 @@ def untaped(program: Program) -> tuple[Program, Indices]:
     """
     if isinstance(program, Record):
         return untaped(program.inner)
-    everything = tuple(range(len(program.ins)))
-    if isinstance(program, Jvp | Vjp) and program.taped:
-        token = len(program.inner.ins)
+    everything, token = tuple(range(len(program.ins))), program.token
+    if isinstance(program, Jvp | Vjp) and token is not None:
         return program.untaped, everything[:token] + everything[token + 1 :]
     return program, everything
 

@@ -428,7 +428,7 @@ class Vjp(_Taped):
 class Record(Derived):
     """`inner`, which also gives tokens of the graph by which its inputs `wrt` reach its outputs.
 
-    Tokens are zero where nothing was kept.
+    Tokens are zero where nothing was kept. They are in the host's memory.
 
     Attributes:
         inner: a program without a token, or a pullback with one, whose graph it extends.
@@ -449,6 +449,10 @@ class Record(Derived):
         return (*self.inner.outs, *[TOKEN] * self.count)
 
     @functools.cached_property
+    def token(self) -> int | None:
+        return self.inner.token
+
+    @functools.cached_property
     def order(self) -> int:
         return self.inner.order
 
@@ -464,7 +468,8 @@ class Record(Derived):
         return _recording(self.inner)
 
     @functools.cached_property
-    def _site(self) -> TapeSite:
+    def tape_site(self) -> TapeSite:
+        """Where its graphs are kept."""
         return _site(self.inner.untaped if isinstance(self.inner, _Taped) else self.inner)
 
     @functools.cached_property
@@ -477,12 +482,11 @@ class Record(Derived):
 
     def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
         refused = self.leaf.function.findings.grad_is_refused
-        if functional or refused or not inputs[0].is_cpu:
-            # Made on the device: to copy a token there would be to wait for it.
-            nothing = torch.zeros(1, dtype=torch.int32, device=inputs[0].device)
+        if functional or refused:
+            nothing = torch.zeros(1, dtype=torch.int32)
             return [*self.inner.run(inputs, functional), *[nothing] * self.count]
-        results, tape = self._evaluate(inputs, self._by, self._site.copies)
-        tokens = [0] * self.count if tape is None else TAPES.put(self._site, tape, self.count)
+        results, tape = self._evaluate(inputs, self._by, self.tape_site.copies)
+        tokens = [0] * self.count if tape is None else TAPES.put(self.tape_site, tape, self.count)
         return [*results, *[torch.full((1,), token, dtype=torch.int32) for token in tokens]]
 
 
@@ -501,8 +505,6 @@ def _site(program: Program) -> TapeSite:
 def _taken(program: _Taped, inputs: Tensors, wrt: Indices) -> Tape | None:
     """The recorded graph that the token names, if it is valid and has these inputs."""
     primals, token = inputs[: len(program.inner.ins)], inputs[len(program.inner.ins)]
-    if not token.is_cpu:  # reading it would wait for the device
-        return None
     return TAPES.take(program.tape_site, int(token), primals, wrt)
 
 
