@@ -87,6 +87,7 @@ def test_it_draws_no_random_numbers():
         assert torch.equal(torch.random.get_rng_state(), state)
 
 
+@pytest.mark.filterwarnings("ignore:.*changes the buffers")
 def test_modules_keep_no_tensor_of_it():
     class Module(torch.nn.Module):
         def __init__(self):

@@ -303,6 +303,7 @@ def test_a_backward_that_writes_later_is_an_error_once(monkeypatch):
         assert_trees_equal(gradient(x), 8 * x)
 
 
+@pytest.mark.filterwarnings("ignore:.*changes the buffers")
 def test_normalisation_statistics_of_a_closed_over_module():
     """They are the module's own, and inference leaves them alone."""
     model = torch.nn.Sequential(torch.nn.Conv1d(2, 3, 1), torch.nn.BatchNorm1d(3))
