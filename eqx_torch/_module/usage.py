@@ -140,6 +140,8 @@ def _remedy(core: Core, name: str) -> str | None:
 
 def nearest(name: str, known: Sequence[str]) -> str:
     """The end of a message about a name that is unknown: those that are like it, or some."""
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or list(known[:3])
-    listed = ", ".join(map(repr, close))
+    bare = name.strip("*.")
+    containing = [other for other in known if bare and bare in other]
+    close = containing or difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known
+    listed = ", ".join(map(repr, close[:3]))
     return f". The nearest that there is: {listed}." if close else "."

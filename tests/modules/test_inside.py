@@ -342,7 +342,7 @@ def test_what_cannot_be_a_value():
     model = from_torch(Net())
     with pytest.raises(InputError, match="got a Tensor. Convert tensors by `eqx_torch.t2j"):
         patch(model, {"layers.1": torch.ones(3)})
-    with pytest.raises(InputError, match="no submodule 'layers.7'"):
+    with pytest.raises(InputError, match="'layers.7' matches no submodule"):
         patch(model, {"layers.7": jnp.ones(3)})
 
 
@@ -532,7 +532,7 @@ def test_a_module_with_a_key():
     h = jnp.tanh(2 * t2j(net[0](torch.from_numpy(X)).detach()))
     assert (np.asarray(y == 0) | np.isclose(y, h, atol=1e-5)).all()
     assert 0 < np.asarray(y == 0).sum() < y.size
-    with pytest.raises(RuntimeError, match="requires a key"):
+    with pytest.raises(ModuleError, match="in place of 1 in `Sequential` draws.*`key=jax.random"):
         model(X)
     evaluated = eqx.nn.inference_mode(model)
     assert_trees_equal(evaluated(X), jnp.tanh(t2j(net[0](torch.from_numpy(X)).detach())))
