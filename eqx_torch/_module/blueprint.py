@@ -16,10 +16,14 @@ tensors overlap there is no such order between them, and the module is refused.
 import collections
 import dataclasses
 import functools
+import gc
+import itertools
+import types
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from .._annotations import strip_checkers
@@ -31,6 +35,10 @@ from .fingerprint import digest, fingerprint
 from .layers import is_training, set_training
 from .traces import Reads, Trace
 from .walk import buffer_slot, copied, fill, Place, walk
+
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_NOT_ENTERED = (torch.nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, str)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,6 +222,22 @@ class Skeleton:
             if container.get(key) is not bound
         ]
 
+    def hidden(self) -> tuple[str, str, Any] | None:
+        """A parameter where `bind` cannot put one.
+
+        Returns:
+            Its name, the path of the attribute that leads to it, and the attribute; None if there
+            is none.
+        """
+        pairs = zip(self._blueprint.names.parameters, self._blueprint.parameters, strict=True)
+        names = {id(p): name for name, p in pairs}
+        for path, module in self.module.named_modules():
+            for key, value in vars(module).items():
+                found = None if key in _REGISTRIES else _led_to(value, names)
+                if found is not None:
+                    return found, f"{path}.{key}".removeprefix("."), value
+        return None
+
     def place_constants(self, device: torch.device) -> None:
         """Moves the constants of this skeleton, which no longer shares them with others."""
         slots = self._copy.slots
@@ -235,6 +259,24 @@ class Skeleton:
             for name, (container, key), constant, version in pairs
             if container.get(key) is not constant or constant._version != version
         ]
+
+
+def _led_to(root: Any, names: Mapping[int, str], depth: int = 6) -> str | None:
+    """The first of named objects that Python's garbage collector, too, would get to."""
+    level, seen = [root], set[int]()
+    for _ in range(depth):
+        for item in level:
+            if id(item) in names:
+                return names[id(item)]
+        level = [x for x in level if id(x) not in seen and not isinstance(x, _NOT_ENTERED)]
+        seen.update(map(id, level))
+        level = list(itertools.chain.from_iterable(map(_held_by, level)))
+    return None
+
+
+def _held_by(item: Any) -> Iterable[Any]:
+    is_objects = isinstance(item, np.ndarray) and item.dtype == object
+    return item.flat if is_objects else gc.get_referents(item)
 
 
 class _Pool:

@@ -89,11 +89,13 @@ class Edits:
 
     def renamed(self, rename: Callable[[str], str | None]) -> "Edits":
         """Those inside of a submodule, by their paths there. Outputs are not captured."""
-        kinds = (self.values, self.mapped, self.taken)
-        renamed = ([rename(path) for path in kind] for kind in kinds)
-        own = (tuple(p for p in kind if p is not None) for kind in renamed)
-        groups = (tuple(map(rename, group)) for group in self.called)
-        return Edits((), False, *own, tuple(g for g in groups if None not in g))
+        inside = lambda paths: tuple(p for p in map(rename, paths) if p is not None)  # noqa: E731
+        return Edits(
+            values=inside(self.values),
+            mapped=inside(self.mapped),
+            taken=inside(self.taken),
+            called=tuple(inside(g) for g in self.called if None not in map(rename, g)),
+        )
 
 
 class Several(eqx.Module):
@@ -112,18 +114,21 @@ class Several(eqx.Module):
 
 def several(edits: Edits, path: str, inserted: Mapping[str, Any]) -> Several:
     """All that stands in place of a submodule and of its output."""
-    node, kinds = inserted.get(path), edits.kinds(path)
-    if isinstance(node, Several) or not kinds:
-        return node or Several()
-    return Several(**{kinds[0]: (node,) if kinds[0] == "mapped" else node})
+    node = inserted.get(path)
+    if isinstance(node, Several):
+        return node
+    return Several(
+        taken=node if path in edits.taken else None,
+        values=node if path in edits.values else None,
+        mapped=(node,) if path in edits.mapped else (),
+    )
 
 
 def node_of(kinds: Sequence[str], place: Several) -> Any:
     """What `inserted` has of it: itself, unless it is one thing."""
     if len(kinds) > 1 or len(place.mapped) > 1:
         return place
-    (node,) = place.mapped if kinds[0] == "mapped" else [getattr(place, kinds[0])]
-    return node
+    return place.mapped[0] if place.mapped else getattr(place, kinds[0])
 
 
 @dataclasses.dataclass
