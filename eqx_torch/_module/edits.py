@@ -378,13 +378,16 @@ class EditedRun:
         self._over = False
         self._levels = levels_of_func()
         self._undo = contextlib.ExitStack()
+        around = _around(module, edits.cuts)
+        between = {id(child) for m in around.values() for child in m.children()}
         for path, submodule in module.named_modules():
             if path in edits.captured:
                 self._watch(path, submodule)
             if path in edits.values:
                 self._wrap(submodule, self._valued(path, submodule.forward))
-            if edits.cuts and path and _holds(path.rpartition(".")[0], edits.cuts):
-                self._wrap(submodule, self._logged(path, submodule.forward))
+            if id(submodule) in between:
+                holds = id(submodule) in around or path in edits.cuts
+                self._wrap(submodule, self._logged(path, submodule.forward, holds))
 
     def run(self, call: Callable[[], Any]) -> tuple[str, Any, list[Any]]:
         """The path of the cut and what JAX is given there, or "" and the result; and the log."""
@@ -478,12 +481,11 @@ class EditedRun:
         ]
         return torch_tree.tree_unflatten(cast, structure)
 
-    def _logged(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of a submodule that is called by one that is cut."""
+    def _logged(self, path: str, forward: Callable[..., Any], around: bool) -> Callable[..., Any]:
+        """The forward of a submodule that is called by one that is cut, or is `around` a cut."""
         edits = self._edits
 
         def logged(*args: Any, **kwargs: Any) -> Any:
-            around = path in edits.cuts or _holds(path, edits.cuts)
             if around:
                 self._check_level(path)
                 self._check_not_over(path)
@@ -613,9 +615,16 @@ def check_generator(name: str, cuts: Sequence[str], device: torch.device) -> Non
         )
 
 
-def _holds(path: str, cuts: Sequence[str]) -> bool:
-    """Whether a cut is inside of a module."""
-    return not path or any(cut.startswith(f"{path}.") for cut in cuts)
+def _around(module: torch.nn.Module, cuts: Sequence[str]) -> dict[int, torch.nn.Module]:
+    """The modules that a cut is inside of, under any of its names, by identity."""
+    cut = {id(module.get_submodule(path)) for path in cuts}
+    around: dict[int, torch.nn.Module] = {}
+    for path, submodule in module.named_modules(remove_duplicate=False) if cut else ():
+        while path and id(submodule) in cut:
+            path = path.rpartition(".")[0]
+            outer = module.get_submodule(path)
+            around[id(outer)] = outer
+    return around
 
 
 def _stands_for_call(given: Sequence[Any], versions: Sequence[int], output: Any) -> bool:

@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 from .._compat import axes_of_type, torch_tree
 from .._errors import InputError, ModuleError, ShardingError
 from .core import Core
-from .edits import Edits, node_of, several
+from .edits import Edits, node_of, Several, several
 from .module import TorchModule
 from .parts import core_of_part, matching, parameter_names, submodules, with_part
 from .reparametrised import as_node, Reparametrised
@@ -384,7 +384,9 @@ def _leaf_names(tree: dict[str, Any]) -> list[str]:
     names = []
     for path, _ in jtu.tree_flatten_with_path(tree)[0]:
         name, *rest = (jtu.keystr((key,), simple=True) for key in path)
-        is_base = rest[:1] == ["weight"] and isinstance(tree[name], Reparametrised)
+        inner, node = rest[:1], tree[name]
+        is_base = inner == ["weight"] and isinstance(node, Reparametrised)
+        is_base |= inner == ["taken"] and isinstance(node, Several)
         own = [key for key in rest if key != "function"]
         names.append(".".join([name, *(own[1:] if is_base else own)]))
     return names

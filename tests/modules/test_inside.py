@@ -418,20 +418,19 @@ def test_patches_of_one_submodule_add_up():
         (replace_module(patch(replaced, {"0": g}), "0", jnp.sin), g(jnp.sin(X))),
     ]
     for edited, output in cases:
-        call = eqx.filter_jit(edited)
-        assert_trees_equal(call(X), last(output), atol=1e-5)
+        assert_trees_equal(edited(X), last(output), atol=1e-5)
         y, captured = capture(edited, "0")(X)
         assert_trees_equal((y, captured["0"]), (last(output), output), atol=1e-5)
-        computed = reparametrise(edited, {"1.bias": jnp.zeros_like})
-        assert_trees_equal(computed(X), last(output) - last.bias, atol=1e-5)
-        assert_trees_equal(patch(capture(model, "1"), {"1": g})(X)[1]["1"], g(model(X)), atol=1e-5)
+    computed = eqx.filter_jit(reparametrise(patch(replaced, {"0": g}), {"1.bias": jnp.zeros_like}))
+    assert_trees_equal(computed(X), last(g(r(X))) - last.bias, atol=1e-5)
+    assert_trees_equal(patch(capture(model, "1"), {"1": g})(X)[1]["1"], g(model(X)), atol=1e-5)
 
 
 def test_all_that_is_patched_is_trained():
     net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     inner, outer = Mean(jnp.array(2.0)), Mean(jnp.array(3.0))
     model = replace_module(from_torch(net), "0", inner)
-    model = patch(patch(model, {"0": outer}), {"0": lambda y: y.sin()})
+    model = patch(patch(model, {"0": outer}), {"0": jnp.sin})
     last = from_torch(net[1])
     loss = lambda pair: (last(jnp.sin(pair[1](pair[0](X)))) ** 2).sum()  # noqa: E731
     expected = jax.grad(loss)((inner, outer))
@@ -639,7 +638,6 @@ def test_the_second_name_of_a_submodule():
         first, second = edit(model, "a"), edit(model, "b.1")
         assert_trees_equal(second(X), first(X), exact=True)
         assert_trees_equal(second.b(X), first.b(X), exact=True)
-        assert_trees_equal(select(second, "a.bias").params, select(first, "b.1.bias").params)
     assert select(model, "b.1.weight").params == {"a.weight": True, "a.bias": False}
     sine = jnp.sin(from_torch(net.a)(jnp.tanh(X)))
     assert_trees_equal(patch(model, {"a": jnp.sin}).b(X), sine, atol=1e-6)
