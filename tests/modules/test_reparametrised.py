@@ -347,6 +347,28 @@ def test_sharded_again_over_another_mesh():
         assert_trees_equal(state_dict(model), dict(net.state_dict()), exact=True)
 
 
+def test_a_computed_parameter_says_where_its_array_is():
+    model = reparametrise(from_torch(wide()), {"0.bias": jnp.sin})
+    with pytest.raises(AttributeError, match=r"no attribute `shape`.*`.weight.shape` of it"):
+        model[0].bias.shape  # noqa: B018
+    assert not hasattr(model[0].bias, "sharding")
+
+
+@pytest.mark.parametrize("axis", [("x",), P("x"), None])
+def test_fsdp_takes_the_name_of_an_axis(axis):
+    with jax.set_mesh(explicit_mesh(4)), pytest.raises(InputError, match=r'`fsdp\(model, "x"\)`'):
+        fsdp(from_torch(wide()), axis)
+
+
+def test_a_part_of_a_model_in_shards():
+    net = wide()
+    with jax.set_mesh(explicit_mesh(8)):
+        model = fsdp(from_torch(net, out_specs=P("x")), "x")
+        part = from_torch(model[0], out_specs=P("x"))
+        y = eqx.filter_jit(part)(jax.device_put(XS, P("x")))
+        assert_trees_equal(y, net[0](torch.from_numpy(XS)).detach(), atol=1e-5)
+
+
 def test_the_mesh_in_force_has_to_have_the_axis():
     with pytest.raises(ShardingError, match=r"axis 'x', but the mesh in force has the axes \[\]"):
         fsdp(from_torch(wide()), "x")
