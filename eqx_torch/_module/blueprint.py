@@ -20,7 +20,7 @@ import gc
 import itertools
 import types
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -127,15 +127,17 @@ class Blueprint:
     def _hash(self) -> int:
         return hash((self.names, self.flags))
 
-    def reads(self, loose: Iterable[Place]) -> Reads:
+    def reads(self, loose: Iterable[Place], hidden: Callable[[], str]) -> Reads:
         """Sees what a call reads of the module of which this was made.
 
         Args:
             loose: the tensors that a copy has beside those of a call.
+            hidden: the message for a call that reads what stands for a tensor of it.
         """
         pairs = [(place.path, place.value) for place in loose]
         name = type(self.module).__name__
-        return Reads(name, _alive(self._originals), [*pairs, *_alive(self._loose).items()])
+        others = [*pairs, *_alive(self._loose).items()]
+        return Reads(name, _alive(self._originals), others, self.bound, hidden)
 
     def pool(self, device: torch.device) -> "_Pool":
         """The skeletons on one device."""
@@ -198,7 +200,7 @@ class Skeleton:
 
     def reads(self) -> Reads:
         """Sees what a call finds in the module beside what it is given."""
-        return self._blueprint.reads(self.trace.loose)
+        return self._blueprint.reads(self.trace.loose, self._hidden)
 
     def bind(self, parameters: Sequence[torch.Tensor], state: Sequence[torch.Tensor]) -> None:
         """Puts tensors in place of the parameters and of the changing buffers."""
@@ -222,21 +224,24 @@ class Skeleton:
             if container.get(key) is not bound
         ]
 
-    def hidden(self) -> tuple[str, str, Any] | None:
-        """A parameter where `bind` cannot put one.
-
-        Returns:
-            Its name, the path of the attribute that leads to it, and the attribute; None if there
-            is none.
-        """
-        pairs = zip(self._blueprint.names.parameters, self._blueprint.parameters, strict=True)
+    def _hidden(self) -> str:
+        """The message for a call that reads a stand-in, where `bind` has put nothing."""
+        blueprint = self._blueprint
+        all_names = blueprint.names.parameters + blueprint.names.state
+        pairs = zip(all_names, (*blueprint.parameters, *blueprint.state), strict=True)
         names = {id(p): name for name, p in pairs}
+        what, where = "a tensor", "a place"
         for path, module in self.module.named_modules():
             for key, value in vars(module).items():
                 found = None if key in _REGISTRIES else _led_to(value, names)
                 if found is not None:
-                    return found, f"{path}.{key}".removeprefix("."), value
-        return None
+                    kind = type(value).__name__
+                    what, where = found, f"its attribute {path}.{key} ({kind})".replace(" .", " ")
+        return (
+            f"`{type(self.module).__name__}` reads {what} from {where} that is not looked into, so "
+            "that the tensors of a call cannot be put there. Keep it in a list, a dict or an "
+            "attribute of its own."
+        )
 
     def place_constants(self, device: torch.device) -> None:
         """Moves the constants of this skeleton, which no longer shares them with others."""

@@ -117,10 +117,11 @@ def several(edits: Edits, path: str, inserted: Mapping[str, Any]) -> Several:
     node = inserted.get(path)
     if isinstance(node, Several):
         return node
+    mapped: Any = (node,) if path in edits.mapped else ()
     return Several(
         taken=node if path in edits.taken else None,
         values=node if path in edits.values else None,
-        mapped=(node,) if path in edits.mapped else (),
+        mapped=mapped,
     )
 
 

@@ -247,34 +247,18 @@ class ModuleCode:
             skeleton.module if self.method == "forward" else getattr(skeleton.module, self.method)
         )
         if not self.edits:
-            return self._called(skeleton, call, *args, **kwargs)
+            return call(*args, **kwargs)
         (log, values), *args = args
         run = EditedRun(self.name, self.edits, skeleton.module, *mode, log, values, tried)
         at_end(run.remove)
         before = [(b, b._version) for b in skeleton.state()]
-        result = run.run(functools.partial(self._called, skeleton, call, *args, **kwargs))
+        result = run.run(functools.partial(call, *args, **kwargs))
         if result[0]:
             triples = zip(self.blueprint.names.state, before, skeleton.state(), strict=True)
             run.check_state(
                 [n for n, (old, v), new in triples if new is not old or new._version != v]
             )
         return result
-
-    def _called(
-        self, skeleton: Skeleton, call: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        try:
-            return call(*args, **kwargs)
-        except Exception as error:
-            hidden = skeleton.hidden() if "meta" in str(error) else None
-            if hidden is None:
-                raise
-            parameter, attribute, holder = hidden
-            raise ModuleError(
-                f"`{self.name}` keeps its parameter {parameter} in its attribute {attribute}, a "
-                f"{type(holder).__name__}, which is not looked into, so that the parameters of a "
-                "call cannot be put there. Keep it in a list, a dict or an attribute of its own."
-            ) from error
 
     def _unseeded(self, inference: bool) -> contextlib.AbstractContextManager[None]:
         return _UNCHANGED if inference in self._quiet else self._tried(inference)
