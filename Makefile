@@ -15,11 +15,13 @@ GPU_PYTEST = JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
 GPU_ALONE := tests/gpu/test_order.py tests/gpu/test_memory.py tests/gpu/test_waiting.py
 HAS_CUDA := import importlib.metadata as m, torch; \
 	assert any(d.name.startswith("jax-cuda") for d in m.distributions()) and torch.version.cuda
-
-PICTURES := digits ensemble forces hessian hybrid neural_ode patching sentence_head
+FIND_GPU_PYTHON = python=python3; \
+	if ! $$python -c '$(HAS_CUDA)' 2>/dev/null; then \
+		$(MAKE) .venv-gpu/ready || exit 1; python=.venv-gpu/bin/python; \
+	fi
 
 .PHONY: demo bench docs pictures dist dist-test test test-slow test-sweeps test-all test-floor \
-	test-newest test-gpu gpu-at-once gpu-alone lint clean
+	test-newest test-gpu gpu-at-once gpu-alone gpu-first lint clean
 
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
@@ -33,6 +35,7 @@ bench: .venv/ready-bench
 	python -m tests.benchmarks.train_step --compiled; \
 	python -m tests.benchmarks.vmap; \
 	python -m tests.benchmarks.forces; \
+	python -m tests.benchmarks.parameters; \
 	python -m tests.benchmarks.devices; \
 	python -m tests.benchmarks.memory; \
 	python -m tests.benchmarks.startup; \
@@ -58,6 +61,7 @@ test-slow: .venv/ready
 test-sweeps: .venv/ready
 	.venv/bin/$(PYTEST) -m sweep
 	for tape in off 0 1; do .venv/bin/$(PYTEST) --tape=$$tape $(GRADIENT_TESTS) || exit 1; done
+	EQX_TORCH_GRAPHS=check .venv/bin/$(PYTEST) $(GRADIENT_TESTS)
 
 test-all: test test-slow test-sweeps
 
@@ -72,11 +76,13 @@ test-gpu:
 	@if ! nvidia-smi -L 2>/dev/null; then \
 		echo "tests/gpu is skipped: this machine has no CUDA device"; exit 0; \
 	fi; \
-	python=python3; \
-	if ! $$python -c '$(HAS_CUDA)' 2>/dev/null; then \
-		$(MAKE) .venv-gpu/ready || exit 1; python=.venv-gpu/bin/python; \
-	fi; \
+	$(FIND_GPU_PYTHON); \
 	$(MAKE) -k gpu-at-once gpu-alone GPU_PYTHON=$$python
+
+# What only hardware can say, a line of JSON a step.
+gpu-first:
+	@$(FIND_GPU_PYTHON); \
+	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $$python -m tests.gpu.first
 
 gpu-at-once:
 	$(GPU_PYTEST) -n 4 tests/gpu $(addprefix --ignore=,$(GPU_ALONE))
@@ -84,10 +90,9 @@ gpu-at-once:
 gpu-alone:
 	$(GPU_PYTEST) $(GPU_ALONE)
 
-# The pictures of the documentation are those that the examples draw.
+# What the pages of the examples show is drawn and printed by one run of each.
 pictures: .venv/ready
-	for name in $(PICTURES); do .venv/bin/python examples/$$name.py || exit; done
-	cp $(PICTURES:%=examples/out/%.png) docs/images
+	.venv/bin/python docs/pictures.py
 
 lint: .venv/ready
 	.venv/bin/ruff check .

@@ -5,8 +5,7 @@ _warn_of_unsupported()  # before anything is imported that another version may n
 
 from torch import Size as Size
 
-from ._array_trees import tree_j2t as tree_j2t, tree_t2j as tree_t2j
-from ._arrays import j2t as j2t, t2j as t2j
+from ._arrays import j2t as j2t, t2j as t2j, tree_j2t as tree_j2t, tree_t2j as tree_t2j
 from ._call import check_errors as check_errors
 from ._dtypes import dtype_j2t as dtype_j2t, dtype_t2j as dtype_t2j
 from ._errors import (

@@ -12,7 +12,7 @@ import os
 import platform
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,11 +34,15 @@ VARIABLES = (
     "XLA_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_ALLOCATOR",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES",
 )
+_MARKS = ("  - ", "    ", "    -> ")
 _DEFAULT_FRACTION = 0.75  # of a GPU's memory: what JAX takes when it starts
+_TAKING_AS_NEEDED = ("cuda_async", "vmm", "address", "platform")  # allocators of JAX's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,63 +142,53 @@ class Finding(NamedTuple):
 
 def diagnose(facts: Facts) -> list[Finding]:
     """All that looks wrong."""
-    checks = (_versions, _backend, _torch_without_gpu, _jax_without_gpu, _preallocation, _threads)
-    return [finding for check in checks for finding in check(facts)]
+    needed = "Names that eqx_torch needs may be missing there, or mean something else."
+    update = "Run `pip install --upgrade eqx-torch`, which installs versions that are supported."
+    unsupported = [Finding(f"{sentence}.", needed, update) for sentence in facts.unsupported]
+    checks = (_backend, _torch_without_gpu, _jax_without_gpu, *_MEMORY, _threads)
+    return unsupported + [finding for check in checks if (finding := check(facts))]
 
 
-def _versions(facts: Facts) -> Iterator[Finding]:
-    for sentence in facts.unsupported:
-        yield Finding(
-            f"{sentence}.",
-            "Names that eqx_torch needs may be missing there, or mean something else.",
-            "Run `pip install --upgrade eqx-torch`, which installs versions that are supported.",
-        )
-
-
-def _backend(facts: Facts) -> Iterator[Finding]:
+def _backend(facts: Facts) -> Finding | None:
     """JAX without devices, or on devices that torch functions do not run on."""
     if facts.jax_error is not None:
-        yield Finding(
+        return Finding(
             f"JAX finds no devices: {facts.jax_error}",
             "No JAX program can run.",
             "Set JAX_PLATFORMS=cpu to run on the CPU, or repair what the message names.",
         )
-    elif facts.jax_platform not in ("cpu", "cuda", "rocm"):
-        yield Finding(
-            f"JAX runs on {facts.jax_platform}.",
-            "JAX programs that call torch run on the CPU, CUDA and ROCm only.",
-            "Set JAX_PLATFORMS=cpu, or call torch under "
-            '`jax.default_device(jax.devices("cpu")[0])`.',
-        )
+    if facts.jax_platform in ("cpu", "cuda", "rocm"):
+        return None
+    return Finding(
+        f"JAX runs on {facts.jax_platform}.",
+        "JAX programs that call torch run on the CPU, CUDA and ROCm only.",
+        'Set JAX_PLATFORMS=cpu, or call torch under `jax.default_device(jax.devices("cpu")[0])`.',
+    )
 
 
-def _torch_without_gpu(facts: Facts) -> Iterator[Finding]:
+def _torch_without_gpu(facts: Facts) -> Finding | None:
     name = {"cuda": "CUDA", "rocm": "ROCm"}.get(facts.jax_platform)
-    if name is None or (facts.torch_platform == facts.jax_platform and facts.torch_gpus):
-        return
-    why = "JAX hands arrays on the GPU to torch, which fails where torch cannot use that GPU."
-    otherwise = "or set JAX_PLATFORMS=cpu to run JAX on the CPU too."
-    if facts.torch_platform != facts.jax_platform:
-        yield Finding(
-            f"JAX runs on {name}, but torch {facts.versions['torch']} was built for "
-            f"{facts.torch_platform}.",
-            why,
-            f"Install torch for {name} (https://pytorch.org/get-started/locally), {otherwise}",
-        )
-    else:
-        yield Finding(
-            f"JAX runs on {name}, and torch was built for it, but sees no GPU.",
-            why,
-            "See what `python -c 'import torch; torch.cuda.init()'` says: most often the driver "
-            f"is older than torch needs; {otherwise}",
-        )
+    built = facts.torch_platform == facts.jax_platform
+    if name is None or (built and facts.torch_gpus):
+        return None
+    lacks = "it, but sees no GPU" if built else facts.torch_platform
+    see = (
+        "See what `python -c 'import torch; torch.cuda.init()'` says: most often the driver is "
+        "older than torch needs;"
+    )
+    install = f"Install torch for {name} (https://pytorch.org/get-started/locally),"
+    return Finding(
+        f"JAX runs on {name}, but torch {facts.versions['torch']} was built for {lacks}.",
+        "JAX hands arrays on the GPU to torch, which fails where torch cannot use that GPU.",
+        f"{see if built else install} or set JAX_PLATFORMS=cpu to run JAX on the CPU too.",
+    )
 
 
-def _jax_without_gpu(facts: Facts) -> Iterator[Finding]:
+def _jax_without_gpu(facts: Facts) -> Finding | None:
     if facts.jax_platform != "cpu" or facts.jax_platforms is not None or not facts.torch_gpus:
-        return
+        return None
     extra = "rocm" if facts.torch_platform == "rocm" else "cuda13"
-    yield Finding(
+    return Finding(
         f"torch sees {len(facts.torch_gpus)} x {facts.torch_gpus[0][0]}, but JAX runs on the CPU.",
         "Torch functions run where JAX has their arguments, so they do not use the GPU either.",
         f"Install JAX for the GPU (`pip install 'jax[{extra}]'`). If it is installed, see what "
@@ -203,46 +197,96 @@ def _jax_without_gpu(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _preallocation(facts: Facts) -> Iterator[Finding]:
+def _preallocation(facts: Facts) -> Finding | None:
     """JAX taking the memory of a GPU that torch allocates from too."""
-    given = facts.environment
-    takes_as_needed = given.get(
-        "XLA_PYTHON_CLIENT_ALLOCATOR", ""
-    ).lower() == "platform" or given.get("XLA_PYTHON_CLIENT_PREALLOCATE") in ("false", "False", "0")
-    if facts.jax_platform not in ("cuda", "rocm") or not facts.torch_gpus or takes_as_needed:
-        return
-    older = given.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    fraction = float(given.get("XLA_CLIENT_MEM_FRACTION") or older or _DEFAULT_FRACTION)
-    if fraction < _DEFAULT_FRACTION:
-        return
-    yield Finding(
-        f"JAX takes {fraction:.0%} of a GPU's memory when it starts, and torch allocates from the "
-        "rest.",
-        "Torch then runs out of memory while JAX holds memory that it does not use.",
+    fraction = _fraction(facts)
+    if fraction is None or fraction < _DEFAULT_FRACTION:
+        return None
+    jax_share, torch_share = _shares(facts, fraction)
+    return Finding(
+        f"JAX takes {fraction:.0%} of a GPU's memory when it starts ({jax_share}), and torch "
+        f"allocates from the rest ({torch_share}).",
+        "Torch then runs out of memory while JAX holds memory that it does not use. In torch's "
+        "part are the activations and graphs of torch functions.",
         "Set XLA_PYTHON_CLIENT_PREALLOCATE=false in the environment, and JAX takes memory as it "
         "needs it; or XLA_CLIENT_MEM_FRACTION=0.4 (XLA_PYTHON_CLIENT_MEM_FRACTION in older "
-        "versions), the part that JAX takes.",
+        "versions), the part for parameters, the optimiser's state and JAX's own work.",
     )
 
 
-def _threads(facts: Facts) -> Iterator[Finding]:
+def _both_fractions(facts: Facts) -> Finding | None:
+    """One of which JAX does not read."""
+    newer, older = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    if not facts.torch_gpus or not {newer, older} <= facts.environment.keys():
+        return None
+    return Finding(
+        f"{newer} and {older} are both set.",
+        "They are two names of one setting, and JAX refuses both or reads one of them.",
+        f"Unset {older}, the old name.",
+    )
+
+
+def _waiting_allocator(facts: Facts) -> Finding | None:
+    if facts.jax_platform not in ("cuda", "rocm") or _allocator(facts) != "platform":
+        return None
+    return Finding(
+        "JAX allocates with the platform's allocator.",
+        "It frees memory when a program ends, and so waits for the GPU at the end of each.",
+        "Unset XLA_PYTHON_CLIENT_ALLOCATOR and set XLA_PYTHON_CLIENT_PREALLOCATE=false; or set "
+        "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async.",
+    )
+
+
+_MEMORY = (_preallocation, _both_fractions, _waiting_allocator)
+
+
+def _allocator(facts: Facts) -> str:
+    return facts.environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower()
+
+
+def _fraction(facts: Facts) -> float | None:
+    """The part of a GPU's memory that JAX takes when it starts; None if it takes none."""
+    given = facts.environment
+    as_needed = given.get("XLA_PYTHON_CLIENT_PREALLOCATE") in ("false", "False", "0")
+    as_needed = as_needed or _allocator(facts) in _TAKING_AS_NEEDED
+    if facts.jax_platform not in ("cuda", "rocm") or not facts.torch_gpus or as_needed:
+        return None
+    older = given.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    return float(given.get("XLA_CLIENT_MEM_FRACTION") or older or _DEFAULT_FRACTION)
+
+
+def _shares(facts: Facts, fraction: float) -> tuple[str, str]:
+    """What JAX and torch have of the first GPU, or all of it if JAX takes more than there is."""
+    total = facts.torch_gpus[0][1]
+    own = min(fraction, 1.0) * total
+    return _gibibytes(own), _gibibytes(total - own)
+
+
+def _gpu_memory(facts: Facts) -> dict[str, str]:
+    """A row on who has which part of it."""
+    if facts.jax_platform not in ("cuda", "rocm") or not facts.torch_gpus:
+        return {}
+    fraction = _fraction(facts)
+    if fraction is None:
+        return {"memory of a GPU": "both take it as they need it"}
+    jax_share, torch_share = _shares(facts, fraction)
+    return {"memory of a GPU": f"{jax_share} for JAX from the start, {torch_share} for torch"}
+
+
+def _threads(facts: Facts) -> Finding | None:
     """More threads than cores."""
     devices, each = facts.jax_devices[0], facts.torch_threads
     if facts.jax_platform != "cpu" or each == 1 or devices * each <= facts.cores:
-        return
+        return None
     fitting = max(1, facts.cores // devices)
-    yield Finding(
-        f"{_counted(devices, 'CPU device')} with {each} torch threads each are {devices * each} "
-        f"threads on {_counted(facts.cores, 'core')}.",
+    return Finding(
+        f"JAX has {devices} CPU device(s), each with {each} torch threads: {devices * each} "
+        f"threads on {facts.cores} core(s).",
         "Each device calls torch from a thread of its own, and torch starts its threads for each "
         "of them. Threads that wait for a core make all of them slow.",
         f"Call `torch.set_num_threads({fitting})` when the program starts, or set "
         f"OMP_NUM_THREADS={fitting} in the environment.",
     )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def report(facts: Facts, findings: Iterable[Finding]) -> str:
@@ -258,6 +302,7 @@ def report(facts: Facts, findings: Iterable[Finding]) -> str:
         },
         "Memory and threads": {
             "main memory": _gibibytes(facts.memory),
+            **_gpu_memory(facts),
             "cores": facts.cores,
             "torch threads": f"{facts.torch_threads} for each device that calls torch",
             "64-bit dtypes": "kept" if facts.x64 else "converted to 32 bits (jax_enable_x64=False)",
@@ -268,18 +313,19 @@ def report(facts: Facts, findings: Iterable[Finding]) -> str:
     for title, rows in tables.items():
         width = max(map(len, rows)) + 2
         lines += [title, *(f"  {name:<{width}}{value}" for name, value in rows.items()), ""]
-    marks = ("  - ", "    ", "    -> ")
-    wrong = [_wrapped(*part) for found in findings for part in zip(found, marks, strict=True)]
-    return "\n".join([*lines, "What looks wrong", *(wrong or ["  nothing"])])
+    lines.append("What looks wrong")
+    parts = [part for finding in findings for part in zip(_MARKS, finding, strict=True)]
+    lines += [_wrapped(*part) for part in parts] or ["  nothing"]
+    return "\n".join(lines)
 
 
-def _gibibytes(size: int) -> str:
+def _gibibytes(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def _wrapped(text: str, start: str) -> str:
+def _wrapped(mark: str, text: str) -> str:
     lines = textwrap.wrap(text, 80, break_long_words=False, break_on_hyphens=False)
-    return start + f"\n{' ' * len(start)}".join(lines)
+    return mark + f"\n{' ' * len(mark)}".join(lines)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""One array from one library to the other.
+"""One array, or a tree of arrays, from one library to the other.
 
 Both directions hand over the memory itself (DLPack) whenever the two libraries can agree on what it
 holds, and copy otherwise. Shared memory has one owner more, not a new owner: it is freed when the
@@ -11,6 +11,7 @@ they were not compiled for, so an array whose layout depends on where its values
 more than the copy.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast, get_args, Literal, TypeAlias
 
@@ -18,10 +19,12 @@ import jax
 import numpy as np
 import torch
 from jax.core import Tracer
+from jaxtyping import PyTree
 
 from ._dtypes import canonical_dtype, dtype_j2t
-from ._errors import ConversionError
+from ._errors import ConversionError, EqxTorchError
 from ._processes import inside_callback
+from ._trees import flatten, leaf_paths, Structure
 
 
 Via: TypeAlias = Literal["dlpack", "cpu", "host"]
@@ -125,6 +128,74 @@ def j2t(array: jax.typing.ArrayLike, via: Via = "dlpack") -> torch.Tensor:
     )
 
 
+def tree_t2j(tree: PyTree, via: Via = "dlpack") -> PyTree:
+    """A copy of a tree with every torch tensor in it converted by `t2j`.
+
+    **Arguments:**
+
+    - `tree`: whatever torch functions take and return: nested dictionaries and tuples, dataclasses,
+        mappings such as what tokenizers return, and any other JAX pytree.
+    - `via`: as in `t2j`.
+
+    **Returns:**
+
+    A JAX pytree of the same structure. Leaves that are not torch tensors are left as they are.
+
+    **Raises:**
+
+    As `t2j`; a note on the exception says which leaf it was.
+
+    !!! example
+
+        >>> import torch
+        >>> tree_t2j({"weight": torch.ones(2), "name": "linear"})
+        {'weight': Array([1., 1.], dtype=float32), 'name': 'linear'}
+    """
+    leaves, structure = flatten(tree)
+    return structure.in_jax(_converted(t2j, via, torch.Tensor, leaves, structure))
+
+
+def tree_j2t(tree: PyTree, via: Via = "dlpack") -> PyTree:
+    """A copy of a tree with every JAX array in it converted by `j2t`.
+
+    **Arguments:**
+
+    - `tree`: any JAX pytree, Equinox modules included, and what `tree_t2j` takes.
+    - `via`: as in `j2t`.
+
+    **Returns:**
+
+    A tree of the same structure. Leaves that are not JAX arrays are left as they are: NumPy arrays
+    and numbers too.
+
+    **Raises:**
+
+    As `j2t`; a note on the exception says which leaf it was.
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> tree_j2t((jnp.ones(2), 3))
+        (tensor([1., 1.]), 3)
+    """
+    leaves, structure = flatten(tree)
+    return structure.unflatten(_converted(j2t, via, jax.Array, leaves, structure))
+
+
+def _converted(
+    convert: Callable[[Any, Via], Any], via: Via, of: type, leaves: list[Any], structure: Structure
+) -> list[Any]:
+    converted = list(leaves)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, of):
+            try:
+                converted[i] = convert(leaf, via)
+            except EqxTorchError as error:
+                error.add_note(f"The leaf is at tree{leaf_paths(structure)[i]}.")
+                raise
+    return converted
+
+
 def _share_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> jax.Array:
     tensor = _row_major(tensor.detach().to(dtype))
     if tensor.is_pinned():
@@ -143,9 +214,22 @@ def _share_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> jax.Array:
 
 def _copy_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> jax.Array:
     host = np.array(_share_tensor(tensor.detach().cpu(), dtype))
-    platform = "gpu" if tensor.is_cuda else "cpu"
-    device = jax.local_devices(backend=platform)[max(tensor.get_device(), 0)]
-    return jax.device_put(host, device)
+    return jax.device_put(host, _jax_device(tensor))
+
+
+def _jax_device(tensor: torch.Tensor) -> Any:
+    """JAX may have only some of the GPUs that torch sees."""
+    if not tensor.is_cuda:
+        return jax.local_devices(backend="cpu")[0]
+    gpus = jax.local_devices(backend="gpu")
+    index = tensor.get_device()
+    found = next((gpu for gpu in gpus if gpu.local_hardware_id == index), None)
+    if found is None:
+        raise ConversionError(
+            f"t2j was given a tensor on {tensor.device}, which is not among the GPUs that JAX has "
+            f"in this process ({gpus}). Write `t2j(tensor.cpu())`."
+        )
+    return found
 
 
 def _row_major(tensor: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,11 @@ from jax._src.core import (
     # microseconds, and one more for each array.
     trace_state_clean as outside_of_transformations,
 )
+from jax._src.interpreters.ad import (
+    # Public rules, those for jvp, do not say whether reverse mode comes.
+    fallback_linearize_rule as linearize_by_jvp_of,
+    primitive_linearizations,
+)
 from jax._src.lax.lax import (
     # JAX makes weakly typed arrays of Python numbers, but no public function makes one of an array.
     _convert_element_type as _converted_element_type,
@@ -54,6 +59,10 @@ from jaxtyping._storage import (
     push_shape_memo as _push_shape_memo,
     set_shape_memo as _set_shape_memo,
     set_treepath_memo as _set_treepath_memo,
+)
+from torch import (
+    # Each of some tensors from another, at less than `copy_` takes for one.
+    _foreach_copy_ as copy_all,
 )
 from torch._C import (
     # What a derivative runs is told from what a forward runs by this alone.
@@ -136,12 +145,14 @@ __all__ = [
     "TorchDispatchMode",
     "WithoutFunctionModes",
     "any_autocast",
+    "copy_all",
     "from_dlpack",
     "in_backward",
     "is_all_true",
     "is_functorch_wrapped_tensor",
     "leaf_prefix",
     "levels_of_func",
+    "linearize_by_jvp_of",
     "outside_of_transformations",
     "set_forward_grad_enabled",
     "set_grad_enabled",
@@ -389,6 +400,15 @@ def route_default_generator(choose: Callable[[], torch.Generator | None]) -> Non
     torch.random.default_generator = _RoutedGenerator(choose)  # type: ignore[assignment]
 
 
+def register_linearize(primitive: Primitive, rule: Callable[..., tuple[Any, ...]]) -> None:
+    """Registers how a primitive is linearized, for reverse mode or `jax.linearize`.
+
+    A rule takes whether it is for reverse mode, which primals have tangents, the primals and the
+    parameters. What it gives depends on JAX's version, so that it ends in `linearize_by_jvp_of`.
+    """
+    primitive_linearizations[primitive] = rule
+
+
 def register_dce(
     primitive: Primitive, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]
 ) -> None:
@@ -550,3 +570,12 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor
+
+
+def mark_parameter(tensor: torch.Tensor) -> None:
+    """Makes `isinstance(tensor, torch.nn.Parameter)` true.
+
+    torch's metaclass of parameters looks for this attribute, which is meant for tensors of other
+    types. A `Parameter` proper would be cut off from the graph that its tensor is part of.
+    """
+    setattr(tensor, "_is_param", True)  # noqa: B010

@@ -9,7 +9,7 @@ class EqxTorchError(Exception):
     """The base of every exception that `eqx_torch` raises on purpose.
 
     Exceptions of the torch code itself are not among them, and what is raised while a program runs
-    arrives inside the text of an error of JAX's.
+    arrives inside the text of a JAX error.
 
     !!! example
 

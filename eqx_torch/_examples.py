@@ -20,7 +20,7 @@ from ._annotations import Signature
 from ._arrays import j2t
 from ._dtypes import canonical_dtype, dtype_j2t, dtype_t2j, x64_enabled
 from ._errors import ConversionError, InputError
-from ._invoke import Call, Infer, is_array, Restored
+from ._invoke import Call, Infer, is_array, WideDtypes
 from ._program import Own, Site, Spec, Static
 from ._trees import flatten
 
@@ -62,7 +62,7 @@ class Examples:
         kwargs: dict[str, Any] | None,
         own: Own | None = None,
         tensors: Sequence[torch.Tensor] = (),
-        restored: Restored = (),
+        wide: WideDtypes = (),
     ) -> None:
         """Infers the outputs for arguments like these, so that errors appear now.
 
@@ -71,16 +71,16 @@ class Examples:
             args, kwargs: the examples with their values, or arguments of the same structure.
             own: what the inputs before the arguments are.
             tensors: examples of these.
-            restored: the torch dtype to give to each of them before torch sees it.
+            wide: the torch dtype to give to each of them before torch sees it.
         """
-        restored = *restored, *self._restored([spec.dtype for spec in self.specs])
-        site = Site(self._structure, self._statics, restored, Ambient.capture(), own)
+        wide = *wide, *self._wide_dtypes([spec.dtype for spec in self.specs])
+        site = Site(self._structure, self._statics, wide, Ambient.capture(), own)
         specs = tuple(Spec(tuple(t.shape), canonical_dtype(t.dtype)) for t in tensors)
         leaves, _ = flatten((tuple(args), kwargs or {}))
         arrays = [*tensors, *(x for x in leaves if _is_example(x))]
         infer(site, specs + self.specs, None, lambda: _values(arrays))
 
-    def restored(self, arguments: Call) -> Restored:
+    def wide_dtypes(self, arguments: Call) -> WideDtypes:
         """The torch dtype to give to each array of a call before torch sees it."""
         dynamic = [static is None for static in arguments.statics]
         same = arguments.structure.unordered == self._structure.unordered
@@ -95,13 +95,13 @@ class Examples:
                 "for dtypes only, annotate the arguments in place of that, in the function or by "
                 '`signature=`: `labels: Int64[Tensor, "batch"]`.'
             )
-        return self._restored([spec.dtype for spec in arguments.specs()[arguments.num_own :]])
+        return self._wide_dtypes([spec.dtype for spec in arguments.specs()[arguments.num_own :]])
 
     def key(self) -> Hashable:
         """Equal for examples of the same structure, dtypes and shapes."""
         return self._structure, self._statics, self._dtypes, self.specs
 
-    def _restored(self, dtypes: Sequence[Any]) -> Restored:
+    def _wide_dtypes(self, dtypes: Sequence[Any]) -> WideDtypes:
         return tuple(
             dtype_j2t(example) if example != dtype and canonical_dtype(example) == dtype else None
             for example, dtype in zip(self._dtypes, dtypes, strict=True)
@@ -114,7 +114,7 @@ class Annotated:
     def __init__(self, signature: Signature | None) -> None:
         self._signature = signature
 
-    def restored(self, arguments: Call) -> Restored:
+    def wide_dtypes(self, arguments: Call) -> WideDtypes:
         """The torch dtype to give to each array of a call before torch sees it."""
         specs = arguments.specs()[arguments.num_own :]
         if self._signature is None or not self._signature.widens or x64_enabled():

@@ -5,7 +5,8 @@ process imports torch's compiler, which takes as long as to import torch and JAX
 has imported it, a run on *blanks* is tried first: on real memory of zeros, which the system hands
 out only when it is touched. Operators that say by values what they return, and whoever reads
 memory, are refused; what is known to need no computation is not computed; and there is a limit to
-the rest. Whatever does not work out is left to fake tensors.
+the rest. Whatever does not work out is left to fake tensors. (Tensors on the meta device are no way
+around: torch's rules for these import the compiler, too.)
 
 No switch of the process is touched here: what torch logs of operators that fail on fake tensors is
 dropped for the threads of such runs alone. And `torch.distributions`, which checks the values of
@@ -20,7 +21,6 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
@@ -31,6 +31,7 @@ from ._compat import (
     has_kernel,
     is_all_true,
     pad_packed_sequence,
+    torch_tree,
     TorchDispatchMode,
 )
 from ._watch import EXPOSING
@@ -199,7 +200,7 @@ def _size(func: Any, args: Any, tensors: Sequence[torch.Tensor]) -> int:
 
 def _uncomputed(func: Any, args: Any, kwargs: Any, tensors: Any) -> torch.Tensor | None:
     """A blank for what an operator gives, as a run on a part of its inputs shows, or None."""
-    few = jax.tree.map(_first_element, (args, kwargs))
+    few = torch_tree.tree_map(_first_element, (args, kwargs))
     if torch.Tag.pointwise in func.tags:
         if not (_is_functional(func) and all(x.is_contiguous() for x in tensors)):
             return None
@@ -221,7 +222,7 @@ def _uncomputed(func: Any, args: Any, kwargs: Any, tensors: Any) -> torch.Tensor
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [x for x in jax.tree.leaves(tree) if isinstance(x, torch.Tensor)]
+    return [x for x in torch_tree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 def _is_functional(func: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from ._meshes import check_meshes, check_own_mesh
+from ._sharding import check_meshes, check_own_mesh
 
 
 def filter_shard_map(

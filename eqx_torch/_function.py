@@ -16,6 +16,7 @@ from ._invoke import Call, divided, outputs_of, Prepared, prepared
 from ._program import Compiled, Lock, Plain, PROCESS_LOCK, Residuals, TorchFunction, VmapMethod
 from ._shapes import Declaration, Inference, OutputShapes
 from ._sharding import check_specs
+from ._trees import like_places
 
 
 _IGNORED = {
@@ -83,7 +84,7 @@ def torch2jax(
         `output_shapes` holds for calls with their shapes.
     - `out_specs`: for inputs that are sharded over explicit mesh axes: how the outputs are, a
         `jax.sharding.PartitionSpec` or a prefix tree of them. `fn` is then called on each shard.
-        Shapes that are not declared are found out for one shard, and `out_specs` puts the results
+        Shapes that are not declared are inferred for one shard, and `out_specs` puts the results
         of all shards together, as in `jax.shard_map`.
     - `lock`: True to hold one process-wide lock while `fn` or a derivative of it runs (devices
         call it concurrently from different threads), or a context manager to hold instead. Where
@@ -96,8 +97,8 @@ def torch2jax(
     - `vmap_method`: how `jax.vmap` calls `fn`. `"torch"`: one call under `torch.func.vmap`, or a
         loop where that fails. `"sequential"`, `"broadcast_all"`, `"expand_dims"` as in `jax.ffi`.
     - `residuals`: `"tape"` to keep the graph of a forward for its backward, as torch does (on a
-        GPU and across `jax.vmap` backwards recompute); `"recompute"` to always run the forward
-        again in the backward, which needs less memory.
+        GPU some backwards recompute, those of a `lax.scan` over layers among them);
+        `"recompute"` to always run the forward again in the backward, which needs less memory.
     - `signature`: an annotated function (a stub will do) whose jaxtyping annotations to use in
         place of those of `fn`. If its first argument is named `self`, that is the module or
         object whose method `fn` is.
@@ -113,7 +114,7 @@ def torch2jax(
 
     `InputError` for arguments that do not fit; when called also `ShapeError`, `DtypeError`,
     `OutputError`, `ShardingError` and `DepthError`. What is raised while the program runs, by `fn`
-    or by the checks of its results, arrives inside the text of an error of JAX's
+    or by the checks of its results, arrives inside the text of a JAX error
     (`jax.errors.JaxRuntimeError` or `ValueError`), with torch's message and traceback.
 
     !!! example
@@ -164,7 +165,7 @@ def torch2jax(
     known: dict[Hashable, Prepared] = {}
 
     def prepare(call: Call) -> Prepared:
-        site = call.site((examples or annotations).restored(call))
+        site = call.site((examples or annotations).wide_dtypes(call))
         split, shards = divided(function, site, call.types, out_specs)
         outputs = outputs_of(infer, call, site, split, shards)
         constant = nondiff.constant(call)
@@ -217,13 +218,16 @@ class _NonDiff:
             mask = self._mask
             prefix = tuple(mask) if isinstance(mask, list) else mask
         try:
-            return jax.tree.leaves(jax.tree.broadcast(prefix, like))
-        except ValueError as error:
-            raise InputError(
-                f"`nondiff_mask={self._mask!r}` of `{self._name}` is not a prefix of its "
-                f"{len(args)} positional arguments. Pass a tuple with a bool (or a tree of them) "
-                "for each."
-            ) from error
+            mask: Any = jax.tree.leaves(jax.tree.broadcast(like_places(prefix), like))
+        except ValueError:
+            mask = [None]
+        if all(isinstance(x, bool) for x in mask):
+            return mask
+        raise InputError(
+            f"`nondiff_mask={self._mask!r}` of `{self._name}` is not a prefix of its "
+            f"{len(args)} positional arguments. Pass a tuple with a bool (or a tree of them) "
+            "for each."
+        )
 
     def _check_argnums(self, count: int) -> None:
         wrong = [i for i in self._argnums or () if not -count <= i < count]

@@ -36,7 +36,7 @@ from ._trees import flatten, leaf_paths, Structure
 Infer: TypeAlias = Callable[
     [Site, tuple[Spec, ...], tuple[Spec, ...] | None, Values | None], Outputs
 ]
-Restored: TypeAlias = tuple[torch.dtype | None, ...]
+WideDtypes: TypeAlias = tuple[torch.dtype | None, ...]
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 
@@ -90,9 +90,9 @@ class Call:
         self._refuse_foreign()
         return specs_of(self.types)
 
-    def site(self, restored: Restored) -> Site:
+    def site(self, wide: WideDtypes) -> Site:
         """The call site, where arrays are given these dtypes before torch sees them."""
-        return Site(self.structure, self.statics, restored, self._ambient, self.own)
+        return Site(self.structure, self.statics, wide, self._ambient, self.own)
 
     def without_handed(self) -> "Call":
         """The call with the user's arguments only."""

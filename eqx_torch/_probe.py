@@ -62,8 +62,8 @@ class Question:
 
     def dtypes(self) -> list[torch.dtype]:
         """What torch is given for each array."""
-        pairs = zip(self.in_specs, self.site.restored, strict=True)
-        return [restored or dtype_j2t(spec.dtype) for spec, restored in pairs]
+        pairs = zip(self.in_specs, self.site.wide, strict=True)
+        return [wide or dtype_j2t(spec.dtype) for spec, wide in pairs]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,8 @@ opaque, so a call on such arrays becomes a `jax.shard_map` that is manual over t
 each device calls the function on its shards. How the results lie is not in the inputs' types;
 `out_specs` says it. Over *manual* axes (inside the user's own `jax.shard_map`) arrays already are
 shards. Over *auto* axes the types say nothing, and XLA would gather what it pleases.
+
+The mesh of a call is the one of its inputs, which all have to lie on the same.
 """
 
 import dataclasses
@@ -19,9 +21,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from ._compat import axes_of_type, explicit_axes, unsettled_axes, vmapped_mesh_axes
 from ._errors import ShardingError
-from ._meshes import alike, check_meshes, mesh_of, shown
 from ._program import Spec
-from ._trees import Structure
+from ._trees import like_places, Structure
 
 
 ON_THE_MESH = "`state = jax.device_put(state, jax.NamedSharding(mesh, P()))`"
@@ -60,14 +61,14 @@ def plan(name: str, types: Sequence[Any], out_specs: Any) -> Plan | None:
         if used:
             raise ShardingError(_missing_out_specs(name, used))
         return None
-    for spec in jax.tree.leaves(out_specs, is_leaf=_is_spec):
+    for spec in jax.tree.leaves(like_places(out_specs), is_leaf=_is_spec):
         _check_out_spec(name, mesh, spec, used)
     return Plan(mesh, used, in_specs) if used else None
 
 
 def check_specs(out_specs: Any) -> None:
     """Raises if what a user passes as `out_specs` is no tree of specs."""
-    for leaf in jax.tree.leaves(out_specs, is_leaf=_is_spec):
+    for leaf in jax.tree.leaves(like_places(out_specs), is_leaf=_is_spec):
         if isinstance(leaf, jax.sharding.NamedSharding):
             raise ShardingError(
                 f"`out_specs` holds {leaf}. Pass its spec, `out_specs=sharding.spec`; the mesh is "
@@ -163,9 +164,8 @@ def out_spec_list(name: str, out_specs: Any, structure: Structure) -> list[P]:
     """`out_specs`, a spec or a prefix tree of the outputs, as one spec for each output."""
     places = structure.places()
     try:
-        specs = jax.tree.leaves(
-            jax.tree.broadcast(out_specs, places, is_leaf=_is_spec), is_leaf=_is_spec
-        )
+        whole = jax.tree.broadcast(like_places(out_specs), places, is_leaf=_is_spec)
+        specs = jax.tree.leaves(whole, is_leaf=_is_spec)
     except ValueError as error:
         raise ShardingError(
             f"`out_specs={out_specs}` of `{name}` is not a prefix of its outputs {structure}. "
@@ -328,3 +328,58 @@ def _entry(entry: Any) -> tuple[str, ...]:
 
 def _is_spec(x: Any) -> bool:
     return isinstance(x, P)
+
+
+def mesh_of(types: Sequence[Any]) -> Any:
+    """The mesh that a call on inputs of these types is on, which may be the empty one."""
+    sharded = [t.sharding.mesh for t in types if not t.sharding.mesh.empty]
+    sharded.sort(key=lambda mesh: len(explicit_axes(mesh)), reverse=True)
+    return sharded[0] if sharded else jax.sharding.get_abstract_mesh()
+
+
+def check_meshes(name: str, types: Sequence[Any]) -> None:
+    """Raises if inputs lie on two meshes, or on another than `jax.set_mesh` has chosen.
+
+    JAX moves arrays from one mesh with Auto axes only to another.
+    """
+    places = [(f"an input of type {t.str_short()} lies on", t.sharding.mesh) for t in types]
+    places.append(("`jax.set_mesh` has chosen", jax.sharding.get_abstract_mesh()))
+    places = [(what, mesh) for what, mesh in places if not mesh.empty]
+    for place in places[1:]:
+        meshes = places[0][1], place[1]
+        if not alike(*meshes) and not all(_is_auto(mesh) for mesh in meshes):
+            raise ShardingError(_two_meshes(name, *places[0], *place))
+
+
+def check_own_mesh(name: str, mesh: Any) -> None:
+    """Raises if a function's `mesh=` is another than `jax.set_mesh` has chosen."""
+    chosen = jax.sharding.get_abstract_mesh()
+    if mesh is not None and not chosen.empty and not alike(mesh, chosen):
+        places = ("its `mesh=` is", mesh, "`jax.set_mesh` has chosen", chosen)
+        raise ShardingError(_two_meshes(name, *places))
+
+
+def alike(mesh: Any, other: Any) -> bool:
+    """Whether two meshes are one; inside of `jax.shard_map` its axes are manual."""
+    if mesh.shape_tuple != other.shape_tuple:
+        return False
+    kinds = zip(mesh.axis_types, other.axis_types, strict=True)
+    return all(a == b or AxisType.Manual in (a, b) for a, b in kinds)
+
+
+def shown(mesh: Any) -> str:
+    """A mesh as messages have it."""
+    axes = zip(mesh.shape_tuple, mesh.axis_types, strict=True)
+    return "(" + ", ".join(f"{axis!r}: {size} {kind.name}" for (axis, size), kind in axes) + ")"
+
+
+def _is_auto(mesh: Any) -> bool:
+    return all(kind == AxisType.Auto for kind in mesh.axis_types)
+
+
+def _two_meshes(name: str, what: str, mesh: Any, other_what: str, other: Any) -> str:
+    return (
+        f"`{name}` was called with two meshes: {what} {shown(mesh)}, but {other_what} "
+        f"{shown(other)}. Keep to one: call it inside `with jax.set_mesh(mesh):` with the mesh of "
+        "its inputs, or move the inputs, `jax.device_put(x, jax.NamedSharding(mesh, P(...)))`."
+    )

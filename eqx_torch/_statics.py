@@ -7,15 +7,15 @@ no one else can change. What is neither of a known kind nor hashable is itself o
 """
 
 import collections
+import copy
 import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
 
-from ._containers import fresh
 
-
+_OPAQUE_LIBRARIES = ("builtins", "jax", "jaxlib", "numpy", "torch")
 _ATOMS = (bool, int, str, type(None))
 _MAPPINGS = (dict, collections.OrderedDict)
 _MUTABLE = (list, collections.deque, *_MAPPINGS)
@@ -27,19 +27,12 @@ class Static:
     __slots__ = ("_changes", "_hash", "_key", "_value")
 
     def __init__(self, value: Any) -> None:
-        self._key: Hashable = (type(value), value)
-        self._value, self._changes = value, False
-        if type(value) not in _ATOMS:
-            self._open()
-        self._hash = hash(self._key)
-
-    def _open(self) -> None:
-        value = self._value
         try:
-            self._key, self._value = _key(value), _snapshot(value)
+            self._key, self._value = _frozen(value)
         except RecursionError:  # it holds itself
-            self._key = (type(value), id(value))
+            self._key, self._value = (type(value), id(value)), value
         self._changes = self._value is not value
+        self._hash = hash(self._key)
 
     @property
     def value(self) -> Any:
@@ -48,7 +41,7 @@ class Static:
 
     def for_call(self) -> Any:
         """The value for one call, which may change it."""
-        return _snapshot(self._value) if self._changes else fresh(self._value)
+        return _frozen(self._value)[1] if self._changes else _fresh(self._value)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Static) and self._key == other._key
@@ -63,41 +56,51 @@ class Static:
         return Static, (self._value,)
 
 
-def _key(x: Any) -> Hashable:
+def may_hold(x: Any) -> bool:
+    """Whether it is an object of a user's or a library's class, which code could fill."""
+    library = type(x).__module__.partition(".")[0]
+    return hasattr(x, "__dict__") and not callable(x) and library not in _OPAQUE_LIBRARIES
+
+
+def _fresh(x: Any) -> Any:
+    """A copy of an object that a function could fill, such as an empty cache; else `x` itself."""
+    if not may_hold(x):
+        return x
+    try:
+        return copy.deepcopy(x)
+    except Exception:
+        return x
+
+
+def _frozen(x: Any) -> tuple[Hashable, Any]:
+    """What a value is told apart by, and the value with copies of what can be changed in it."""
     kind = type(x)
+    if kind in _ATOMS:
+        return (kind, x), x
     if isinstance(x, float | complex):
-        return kind, repr(x)
+        return (kind, repr(x)), x
     if isinstance(x, range):
-        return kind, x.start, x.stop, x.step
+        return (kind, x.start, x.stop, x.step), x
     if isinstance(x, set | frozenset):
-        return kind, frozenset(map(_key, x))
+        key = frozenset(_frozen(part)[0] for part in x)
+        return (kind, key), x.copy() if kind is set else x
     if kind is bytearray:
-        return kind, bytes(x)
+        return (kind, bytes(x)), x.copy()
     if kind is np.ndarray and x.dtype != object:
-        return kind, x.shape, x.dtype.str, x.tobytes()
+        return (kind, x.shape, x.dtype.str, x.tobytes()), x.copy()
     opened = _opened(x)
     if opened is not None:
-        return kind, tuple(map(_key, opened[0]))
+        parts, make = opened
+        frozen = [_frozen(part) for part in parts]
+        same = all(copy is part for part, (_, copy) in zip(parts, frozen, strict=True))
+        keep = same and not _is_mutable(x)
+        key = kind, tuple(key for key, _ in frozen)
+        return key, x if keep else make([copy for _, copy in frozen])
     try:
         hash(x)
     except TypeError:
-        return kind, id(x)
-    return kind, x
-
-
-def _snapshot(x: Any) -> Any:
-    """The value, with copies of what can be changed in it."""
-    kind = type(x)
-    if kind in (set, bytearray) or (kind is np.ndarray and x.dtype != object):
-        return x.copy()
-    opened = _opened(x)
-    if opened is None:
-        return x
-    parts, make = opened
-    copies = [_snapshot(part) for part in parts]
-    if not _is_mutable(x) and all(a is b for a, b in zip(parts, copies, strict=True)):
-        return x
-    return make(copies)
+        return (kind, id(x)), x
+    return (kind, x), x
 
 
 def _opened(x: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:

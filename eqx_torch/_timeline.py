@@ -1,22 +1,125 @@
 """`timeline()`: the calls of torch that happen in a block of code, as text, picture and trace file.
 
+`ACTIVE` holds the timelines that are on, and is empty nearly always: its truth is all that a call
+asks for then. It is asked when a program runs, not when it is compiled, so programs compiled before
+a timeline was on are seen too.
+
+Times are seconds on the clock of `time.perf_counter`. A call occupies its device from its start to
+its end. Calls on one device may overlap too, since XLA runs what is independent side by side; then
+the device is simply occupied. On a machine with fewer cores than devices the calls of all devices
+go on at once but each has a core for a part of the time only, so overlap alone does not say that
+anything is gained: the time that the calls spent on a core does.
+
 Picture and file have a lane for each device, with a second row where calls of the device overlap. A
 trace in Chrome's format, which Perfetto reads, calls the device a process and the row a thread of
 it: events of one thread have to be nested, which calls are not that XLA makes side by side.
 Matplotlib is imported when something is drawn; the package does not depend on it.
 """
 
+import collections
 import contextlib
+import dataclasses
 import importlib
+import itertools
 import json
 import os
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ._errors import EqxTorchError
-from ._torch_calls import ACTIVE, by_lane, Overlap, overlap, Recording, TorchCall
+from ._program import Kind, Program
+
+
+# DLPack's numbers. The second half of `__dlpack_device__` is XLA's number of the device, for the
+# CPU devices of one process too.
+_PLATFORMS = {1: "cpu", 2: "cuda", 10: "rocm"}
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchCall:
+    """One call of torch on one device, as XLA made it.
+
+    **Attributes:**
+
+    - `function`: the name of the torch function or module.
+    - `kind`: "forward"; "backward" if it computed cotangents; "gradient" if it computed a number
+        and its gradient at once; "tangent" if it computed tangents.
+        Of a derivative of higher order, what was taken last counts.
+    - `program`: all that was computed, for instance `vmap(vjp(f))`; a forward that keeps its graph
+        for the backward is a `record(f)`.
+    - `device`: such as `cpu:0` or `cuda:0`.
+    - `thread`: the operating system's number of the thread that XLA made the call from.
+    - `start`: when it began, in seconds on the clock of `time.perf_counter`.
+    - `end`: when it returned.
+    - `core_time`: for how many seconds, at most `end - start`, the thread was running on a core.
+    """
+
+    function: str
+    kind: Kind
+    program: str
+    device: str
+    thread: int
+    start: float
+    end: float
+    core_time: float
+
+    @property
+    def duration(self) -> float:
+        """Seconds from start to end."""
+        return self.end - self.start
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """How much of the time several devices ran torch calls at once.
+
+    **Attributes:**
+
+    - `busy`: the seconds in which at least one device was in a call.
+    - `overlapped`: the seconds in which at least two devices were.
+    - `mean_devices`: how many devices were in a call, on average over `busy`.
+    - `mean_cores`: how many cores their threads ran on, on average over `busy`. Threads that torch
+        starts itself (`torch.set_num_threads`) are not counted. Well below `mean_devices`, it
+        says that calls wait for a core, for a lock or for the Python interpreter.
+    """
+
+    busy: float
+    overlapped: float
+    mean_devices: float
+    mean_cores: float
+
+    @property
+    def fraction(self) -> float:
+        """`overlapped / busy`, zero if nothing ran."""
+        return self.overlapped / self.busy if self.busy else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"several devices ran at once for {self.fraction:.0%} of the busy time: "
+            f"{self.mean_devices:.1f} devices and {self.mean_cores:.1f} cores on average"
+        )
+
+
+def overlap(calls: Sequence[TorchCall]) -> Overlap:
+    """Measures how much the devices of these calls overlap."""
+    begun = [(call.start, 1, call.device) for call in calls]
+    changes = sorted([*begun, *((call.end, -1, call.device) for call in calls)])
+    running = collections.Counter[str]()
+    seconds = collections.defaultdict[int, float](float)  # by the number of devices in a call
+    for (now, step, device), (later, *_) in itertools.pairwise(changes):
+        running[device] += step
+        seconds[sum(count > 0 for count in running.values())] += later - now
+    busy = sum(spent for count, spent in seconds.items() if count)
+    core_time = sum(call.core_time for call in calls)
+    return Overlap(
+        busy=busy,
+        overlapped=sum(spent for count, spent in seconds.items() if count > 1),
+        mean_devices=sum(n * spent for n, spent in seconds.items()) / busy if busy else 0.0,
+        mean_cores=core_time / busy if busy else 0.0,
+    )
 
 
 class Timeline:
@@ -40,18 +143,21 @@ class Timeline:
         [('relu', 'forward')]
     """
 
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+        self.end: float | None = None
+        self.ended: list[TorchCall] = []
 
     @property
     def events(self) -> tuple[TorchCall, ...]:
-        """The calls, by their start."""
-        return self._recording.calls()
+        """The calls that began in the block, by their start."""
+        own = [call for call in self.ended if call.start >= self.start]
+        return tuple(sorted(own, key=lambda call: call.start))
 
     @property
     def duration(self) -> float:
         """The seconds from the beginning of the block to its end, or until now."""
-        return (self._recording.end or time.perf_counter()) - self._recording.start
+        return (self.end or time.perf_counter()) - self.start
 
     def overlap(self) -> Overlap:
         """How much of the time several devices ran torch calls at once.
@@ -130,7 +236,7 @@ class Timeline:
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     record.save(f"{folder}/timeline.json")
         """
-        events = list(_trace_events(self.events, self._recording.start))
+        events = list(_trace_events(self.events, self.start))
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def __repr__(self) -> str:
@@ -139,6 +245,100 @@ class Timeline:
             return f"Timeline of no torch calls: {_EMPTY}"
         head = f"Timeline of {_counts(calls)} in {1e3 * self.duration:.1f} ms"
         return "\n".join([head, f"{self.overlap()}", *_table(calls)])
+
+
+@contextlib.contextmanager
+def timeline() -> Iterator[Timeline]:
+    """Records each call of torch that XLA makes while a block of code runs.
+
+    All threads and all programs are seen, those too that were compiled before. Timelines may be
+    nested and may overlap: each gets the calls that begin and end while it is on. While none is on,
+    a call is not slowed down by more than a test of an empty list.
+
+    JAX returns from a call before its work is done: await the results inside the block.
+
+    On a GPU torch, too, returns before its work is done. There a call's time is the time until its
+    work was enqueued; when the kernels run is shown by `jax.profiler`, whose traces name torch
+    calls by their functions.
+
+    **Returns:**
+
+    A context manager, which gives a `Timeline`: its `events` are the calls, `overlap()` is how much
+    they overlap, `plot()` draws them, and `save()` writes them as Chrome trace JSON.
+
+    !!! example
+
+        >>> import jax, jax.numpy as jnp, torch
+        >>> from eqx_torch import timeline, torch2jax
+        >>> f = jax.jit(jax.grad(torch2jax(lambda x: x.sin().sum())))
+        >>> with timeline() as record:
+        ...     y = f(jnp.ones(3)).block_until_ready()
+        >>> [(call.kind, call.device) for call in record.events]
+        [('gradient', 'cpu:0')]
+    """
+    record = Timeline()
+    ACTIVE.append(record)
+    try:
+        yield record
+    finally:
+        ACTIVE.remove(record)
+        record.end = time.perf_counter()
+
+
+ACTIVE: list[Timeline] = []
+
+
+class Span:
+    """A context manager around a call, by which the timelines that are on then get it.
+
+    Args:
+        program: what is called.
+        buffer: any of XLA's buffers for it.
+    """
+
+    def __init__(self, program: Program, buffer: Any) -> None:
+        self._program = program
+        self._buffer = buffer
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+        self._core_time = time.thread_time()
+
+    def __exit__(self, *error: object) -> None:
+        core_time, end = time.thread_time() - self._core_time, time.perf_counter()
+        platform, number = self._buffer.__dlpack_device__()
+        call = TorchCall(
+            function=self._program.leaf.name,
+            kind=self._program.kind,
+            program=self._program.name,
+            device=f"{_PLATFORMS[platform]}:{number}",
+            thread=threading.get_native_id(),
+            start=self._start,
+            end=end,
+            core_time=core_time,
+        )
+        for record in tuple(ACTIVE):
+            record.ended.append(call)
+
+
+def by_lane(calls: Iterable[TorchCall]) -> dict[str, list[list[TorchCall]]]:
+    """The calls by device, `cpu:2` before `cpu:10`, each with as few rows as keep calls apart.
+
+    A device has a second row only where two of its calls overlap.
+    """
+
+    def order(call: TorchCall) -> tuple[str, int, float]:
+        platform, _, number = call.device.partition(":")
+        return platform, int(number), call.start
+
+    lanes: dict[str, list[list[TorchCall]]] = {}
+    for call in sorted(calls, key=order):
+        rows = lanes.setdefault(call.device, [])
+        free = (row for row in rows if row[-1].end <= call.start)
+        if (row := next(free, None)) is None:
+            rows.append(row := [])
+        row.append(call)
+    return lanes
 
 
 _EMPTY = (
@@ -191,7 +391,12 @@ def _trace_events(calls: Sequence[TorchCall], origin: float) -> Iterator[dict[st
                 }
 
 
-_COLOURS = {"forward": "#4c72b0", "backward": "#dd8452", "tangent": "#55a868"}
+_COLOURS = {
+    "forward": "#4c72b0",
+    "backward": "#dd8452",
+    "gradient": "#8172b3",
+    "tangent": "#55a868",
+}
 _WIDTH = 10.0  # inches
 _ROW = 0.42
 _BAR = 0.84  # of a row
@@ -245,41 +450,3 @@ def _describe(axes: Any, calls: Sequence[TorchCall]) -> None:
         if count:
             axes.bar(0, 0, color=_COLOURS[kind], label=f"{count} {kind}")
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, fontsize=9)
-
-
-@contextlib.contextmanager
-def timeline() -> Iterator[Timeline]:
-    """Records each call of torch that XLA makes while a block of code runs.
-
-    All threads and all programs are seen, those too that were compiled before. Timelines may be
-    nested and may overlap: each gets the calls that begin and end while it is on. While none is on,
-    a call is not slowed down by more than a test of an empty list.
-
-    JAX returns from a call before its work is done: await the results inside the block.
-
-    On a GPU torch, too, returns before its work is done. There a call's time is the time until its
-    work was enqueued; when the kernels run is shown by `jax.profiler`, whose traces name torch
-    calls by their functions.
-
-    **Returns:**
-
-    A context manager, which gives a `Timeline`: its `events` are the calls, `overlap()` is how much
-    they overlap, `plot()` draws them, and `save()` writes them as Chrome trace JSON.
-
-    !!! example
-
-        >>> import jax, jax.numpy as jnp, torch
-        >>> from eqx_torch import timeline, torch2jax
-        >>> f = jax.jit(jax.grad(torch2jax(lambda x: x.sin().sum())))
-        >>> with timeline() as record:
-        ...     y = f(jnp.ones(3)).block_until_ready()
-        >>> [(call.kind, call.device) for call in record.events]
-        [('forward', 'cpu:0'), ('backward', 'cpu:0')]
-    """
-    recording = Recording()
-    ACTIVE.append(recording)
-    try:
-        yield Timeline(recording)
-    finally:
-        ACTIVE.remove(recording)
-        recording.end = time.perf_counter()

@@ -254,7 +254,7 @@ class Before:
             holder = _holder([x for x in gc.get_objects() if _is_one_of(left, x)])
             if holder is not None:
                 raise ShapeError(
-                    f"`{name}` keeps a tensor of the run that found out its output shapes, in "
+                    f"`{name}` keeps a tensor of the run that inferred its output shapes, in "
                     f"{holder}, which has no values of any use to later calls and cannot be taken "
                     "out of there. Declare the outputs by `output_shapes=`, so that there is no "
                     "such run, or make what is kept before."

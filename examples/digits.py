@@ -35,13 +35,13 @@ import sklearn.model_selection
 import torch
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Key
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from eqx_torch import from_torch, Timeline, timeline
 
 
 DEVICES = 4
-PICTURE = Path(__file__).parent / "out" / "digits.png"
+PICTURE = Path("examples/out/digits.png")
 TIMED_STEPS = 4
 
 
@@ -171,7 +171,9 @@ def train_with_jax(
 
     record = Record()
     with contextlib.ExitStack() as stack:
-        for step, (batch, key) in enumerate(zip(tqdm(train, desc="JAX"), keys, strict=True)):
+        for step, (batch, key) in enumerate(
+            zip(tqdm(train, desc="JAX", disable=None), keys, strict=True)
+        ):
             if step == max(0, len(train) - TIMED_STEPS):
                 record.calls = stack.enter_context(timeline())
             start = time.perf_counter()
@@ -200,7 +202,7 @@ def train_with_torch(
     )
 
     record = Record()
-    for batch in tqdm(train, desc="torch"):
+    for batch in tqdm(train, desc="torch", disable=None):
         start = time.perf_counter()
         images, labels = torch.from_numpy(batch.images), torch.from_numpy(batch.labels).long()
         loss = torch.nn.functional.cross_entropy(network(images), labels)
@@ -220,7 +222,7 @@ def train_with_torch(
 
 def print_table(records: dict[str, Record]) -> None:
     """One line for each training, with the median duration of a step."""
-    print(f"\n{'trained by':<20}{'test accuracy':>15}{'seconds a step':>17}")
+    print(f"\n{'trained by':<20}{'test accuracy':>15}{'seconds per step':>17}")
     for name, record in records.items():
         print(f"{name:<20}{record.accuracy:>15.1%}{np.median(record.seconds):>17.4f}")
 

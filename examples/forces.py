@@ -23,12 +23,12 @@ import matplotlib.figure
 import numpy as np
 import torch
 from jaxtyping import Array, Float, Float64
-from tqdm import trange
+from tqdm.auto import trange
 
 from eqx_torch import from_torch
 
 
-PICTURE = Path(__file__).parent / "out" / "forces.png"
+PICTURE = Path("examples/out/forces.png")
 
 # Electronvolts, angstroms and femtoseconds; a mass of one unit is then this many eV (fs / A)**2.
 MASS = 39.948 * 103.64269
@@ -122,7 +122,7 @@ def run(energy, cells: int, temperature: float, step: float, chunks: int, chunk:
     """Starts from a crystal, and keeps its state once a chunk."""
     positions, velocities = crystal(cells, temperature)
     frames, energies = [np.asarray(positions)], []
-    for _ in trange(chunks, desc=f"crystal at {temperature:g} K"):
+    for _ in trange(chunks, desc=f"crystal at {temperature:g} K", disable=None):
         positions, velocities, some = simulate(energy, positions, velocities, step, chunk)
         frames.append(np.asarray(positions))
         energies.append(np.asarray(some))

@@ -26,12 +26,12 @@ import torch
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 from sklearn.datasets import load_digits
-from tqdm import tqdm, trange
+from tqdm.auto import tqdm, trange
 
 from eqx_torch import torch2jax, tree_t2j
 
 
-PICTURE = Path(__file__).parent / "out" / "hessian.png"
+PICTURE = Path("examples/out/hessian.png")
 Loss = Callable[[Float[Array, " parameters"]], Float[Array, ""]]
 
 
@@ -65,7 +65,7 @@ def train(loss: Loss, vector: Float[Array, " parameters"], steps: int):
         updates, opt_state = optimizer.update(grad, opt_state)
         return optax.apply_updates(vector, updates), opt_state, value
 
-    for _ in (bar := trange(steps, desc="training")):
+    for _ in (bar := trange(steps, desc="training", disable=None)):
         vector, opt_state, value = train_step(vector, opt_state)
         bar.set_postfix(loss=f"{value:.4f}", refresh=False)
     return vector, float(value)
@@ -80,7 +80,7 @@ def top_eigenvalues(
     def product(tangent):
         return jax.jvp(jax.grad(loss), (vector,), (tangent,))[1]
 
-    with tqdm(desc="Hessian-vector products") as bar:
+    with tqdm(desc="Hessian-vector products", disable=None) as bar:
 
         def matvec(tangent):
             bar.update()

@@ -20,12 +20,12 @@ import numpy as np
 import optax
 import torch
 from jaxtyping import Array, Complex, Float
-from tqdm import trange
+from tqdm.auto import trange
 
 from eqx_torch import from_torch, replace_module
 
 
-PICTURE = Path(__file__).parent / "out" / "hybrid.png"
+PICTURE = Path("examples/out/hybrid.png")
 POINTS, GAP, CHANNELS = 96, slice(36, 60), 16
 
 
@@ -94,7 +94,7 @@ def train(model, steps: int):
     random = np.random.default_rng(0)
     optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, steps))
     opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-    for _ in (bar := trange(steps)):
+    for _ in (bar := trange(steps, disable=None)):
         model, opt_state, loss = train_step(model, opt_state, optimizer, *signals(random, 64))
         bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
     return model

@@ -24,7 +24,7 @@ import optax
 import torch
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
-from tqdm import trange
+from tqdm.auto import trange
 
 from eqx_torch import from_torch, fsdp, reparametrise, select, to_torch, trainable
 
@@ -113,7 +113,7 @@ def train(model, steps: int, descending: bool, rate: float):
     trained, frozen = eqx.partition(model, trainable(model))
     optimizer = optax.adam(optax.cosine_decay_schedule(rate, steps))
     opt_state = optimizer.init(trained)
-    for _ in (bar := trange(steps)):
+    for _ in (bar := trange(steps, disable=None)):
         data = batch(random, 128, descending)
         trained, opt_state, loss = train_step(trained, frozen, opt_state, optimizer, *data)
         bar.set_postfix(loss=f"{loss:.4f}", refresh=False)

@@ -43,7 +43,7 @@ import orbax.checkpoint as ocp
 import torch
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree, Shaped
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from eqx_torch import check_errors
 
@@ -84,7 +84,9 @@ def train(settings: digits.Settings, directory: Path | None) -> float:
     with checkpoints(directory, every=len(batches) // settings.epochs) as saved:
         done, training = restore(saved, training)
         remaining = range(done, len(batches))
-        bar = tqdm(remaining, initial=done, total=len(batches), disable=jax.process_index() > 0)
+        bar = tqdm(
+            remaining, initial=done, total=len(batches), disable=jax.process_index() > 0 or None
+        )
         for i in bar:
             images, labels = split(batches[i].images), split(batches[i].labels)
             *training, loss = digits.train_step(*training, optimizer, images, labels, keys[i])

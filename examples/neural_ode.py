@@ -24,12 +24,12 @@ import numpy as np
 import optax
 import torch
 from jaxtyping import Array, Float, PyTree
-from tqdm import trange
+from tqdm.auto import trange
 
 from eqx_torch import from_torch
 
 
-PICTURE = Path(__file__).parent / "out" / "neural_ode.png"
+PICTURE = Path("examples/out/neural_ode.png")
 TIMES = jnp.linspace(0, 16, 401)  # seconds
 EARLY = slice(0, 51, 5)  # what is observed: two seconds
 BACKWARDS = diffrax.RecursiveCheckpointAdjoint()
@@ -119,7 +119,7 @@ def train(
         return eqx.apply_updates(model, updates), opt_state
 
     tolerance, losses = jnp.array(1e-3), []
-    for _ in (bar := trange(steps)):
+    for _ in (bar := trange(steps, disable=None)):
         loss, grads = value_and_grad(model, observed, tolerance)
         model, opt_state = update(model, opt_state, grads)
         losses.append(float(loss))

@@ -21,12 +21,12 @@ import numpy as np
 import optax
 import torch
 from jaxtyping import Array, Float, Int
-from tqdm import trange
+from tqdm.auto import trange
 
 from eqx_torch import capture, from_torch, patch
 
 
-PICTURE = Path(__file__).parent / "out" / "patching.png"
+PICTURE = Path("examples/out/patching.png")
 LENGTH, BLOCKS, WIDTH = 6, 4, 32
 
 
@@ -127,7 +127,7 @@ def main(picture: Path = PICTURE, steps: int = 300) -> dict[str, float]:
     model = from_torch(Reader())
     optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, steps))
     opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-    for _ in (bar := trange(steps)):
+    for _ in (bar := trange(steps, disable=None)):
         model, opt_state, loss = train_step(model, opt_state, optimizer, *batch(random, 128))
         bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
     tokens, answers = batch(random, 1000)

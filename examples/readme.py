@@ -1,30 +1,21 @@
 """The first program of the README: the part between the two marks stands there word for word."""
 
-import os
-
-
-# JAX reads this when it is first imported.
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-
 # README: begin
 import equinox as eqx
 import jax
 import optax
 import torch
-from jax.sharding import PartitionSpec as P
 from sklearn.datasets import load_digits
 
 from eqx_torch import from_torch
 
 
-jax.set_mesh(jax.make_mesh((8,), ("batch",)))
-x, y = load_digits(return_X_y=True)
-x, y = jax.device_put((x[:1792], y[:1792]), P("batch"))  # an eighth for each device
+x, y = map(jax.numpy.asarray, load_digits(return_X_y=True))
 network = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.SiLU(), torch.nn.Linear(32, 10))
 
-model = from_torch(network, out_specs=P("batch"))
+model = from_torch(network)  # its inexact arrays are the parameters
 optimizer = optax.adam(1e-2)
-opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+opt_state = optimizer.init(model)
 
 
 def loss_fn(model, x, y):

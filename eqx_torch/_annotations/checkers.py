@@ -27,17 +27,6 @@ def unchecked(fn: Any) -> Any:
 
     For a module it is a view: an instance of a subclass that shares all state with the module, its
     attributes and hooks included.
-
-    !!! Example
-
-        >>> import torch
-        >>> from beartype import beartype
-        >>> from jaxtyping import Float, jaxtyped
-        >>> @jaxtyped(typechecker=beartype)
-        ... def double(x: Float[torch.Tensor, "8"]) -> Float[torch.Tensor, "8"]:
-        ...     return 2 * x
-        >>> unchecked(double)(torch.ones(2))
-        tensor([2., 2.])
     """
     match fn:
         case functools.partial():

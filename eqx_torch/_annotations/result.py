@@ -28,18 +28,19 @@ import torch
 from .._compat import leaf_position
 from .._dtypes import canonical_dtype, dtype_j2t
 from .._errors import DtypeError
+from .._trees import bare_dataclass
 from .check import Bindings, describe, key, Seen
-from .specs import Array, Choice, Container, Dim, Other, Spec, Tree
+from .patterns import Array, Choice, Container, Dim, Other, Pattern, Tree
 
 
 class OpenError(Exception):
     """An annotation that does not determine the result, and what to do besides `output_shapes=`."""
 
     def __init__(
-        self, spec: Spec, reason: str, remedy: str = "Bind it by an input, use a number"
+        self, pattern: Pattern, reason: str, remedy: str = "Bind it by an input, use a number"
     ) -> None:
         super().__init__(reason)
-        self.text, self.reason, self.remedy = spec.text, reason, remedy
+        self.text, self.reason, self.remedy = pattern.text, reason, remedy
 
 
 class _Unknown(int):
@@ -57,11 +58,11 @@ class _Unknown(int):
         return 1
 
 
-def bindable(specs: Iterable[Spec], parameters: Iterable[str]) -> Bindings:
-    """What inputs of these specs can bind at most, as bindings with the size 1."""
+def bindable(patterns: Iterable[Pattern], parameters: Iterable[str]) -> Bindings:
+    """What inputs of these patterns can bind at most, as bindings with the size 1."""
     known = Bindings(dict.fromkeys(parameters, _Unknown(1)))
-    for spec in specs:
-        _bind(spec, known)
+    for pattern in patterns:
+        _bind(pattern, known)
     return known
 
 
@@ -78,96 +79,89 @@ def unbound(dim: Dim, known: Bindings) -> str | None:
     return None
 
 
-def is_dependent(spec: Spec, known: Bindings) -> bool:
-    """Whether checking `spec` needs names that other inputs must have bound before."""
-    dims = [dim for array in spec.arrays() for dim in array.dims if dim.kind == "elem"]
-    composed = any(not structure.isidentifier() for structure in spec.structures())
+def is_dependent(pattern: Pattern, known: Bindings) -> bool:
+    """Whether checking `pattern` needs names that other inputs must have bound before."""
+    dims = [dim for array in pattern.arrays() for dim in array.dims if dim.kind == "elem"]
+    composed = any(not structure.isidentifier() for structure in pattern.structures())
     return composed or any(unbound(dim, Bindings(known.arguments)) for dim in dims)
 
 
-def refuse_open(spec: Spec, known: Bindings) -> None:
+def refuse_open(pattern: Pattern, known: Bindings) -> None:
     """Raises OpenError if no call with inputs that bind `known` determines the result."""
-    _build(spec, known.structures, lambda array: _refuse_open(array, known))
+    _build(pattern, known.structures, lambda array: _refuse_open(array, known))
 
 
-def predict(spec: Spec, bindings: Bindings) -> Any:
+def predict(pattern: Pattern, bindings: Bindings) -> Any:
     """The result, a `jax.ShapeDtypeStruct` for each array. Raises OpenError."""
-    return _build(spec, bindings.structures, lambda array: _predict(array, bindings))
+    return _build(pattern, bindings.structures, lambda array: _predict(array, bindings))
 
 
-def _bind(spec: Spec, known: Bindings) -> None:
-    if isinstance(spec, Array):
-        known.seen.append(Seen(spec, None))
-        for dim in (dim for dim in spec.dims if dim.kind == "name"):
+def _bind(pattern: Pattern, known: Bindings) -> None:
+    if isinstance(pattern, Array):
+        known.seen.append(Seen(pattern, None))
+        for dim in (dim for dim in pattern.dims if dim.kind == "name"):
             if dim.variadic:
                 known.variadic[key(dim)] = (False, ())
             else:
                 known.single[key(dim)] = 1
             if dim.broadcastable:
                 known.ones[key(dim)] = ""
-    structure = spec.structure if isinstance(spec, Tree) else None
+    structure = pattern.structure if isinstance(pattern, Tree) else None
     if structure is not None and structure.isidentifier():
         known.structures[structure] = jax.tree.structure(0)
     with leaf_position(0, structure):
-        for child in spec.children:
+        for child in pattern.children:
             _bind(child, known)
 
 
-def _build(spec: Spec, structures: Mapping[str, Any], leaf: Callable[[Array], Any]) -> Any:
-    match spec:
+def _build(pattern: Pattern, structures: Mapping[str, Any], leaf: Callable[[Array], Any]) -> Any:
+    match pattern:
         case Array():
-            return leaf(spec)
-        case Container() if spec.optional:
-            reason = f"the key {min(spec.optional)!r} may be missing"
-            raise OpenError(spec, reason, "Make it required")
+            return leaf(pattern)
+        case Container() if pattern.optional:
+            reason = f"the key {min(pattern.optional)!r} may be missing"
+            raise OpenError(pattern, reason, "Make it required")
         case Container(names=tuple(names)):
-            parts = [_build(one, structures, leaf) for one in spec.children]
-            made = _made(spec.kind, dict(zip(names, parts, strict=True)))
-            if spec.is_record and jax.tree_util.all_leaves([made]):
-                reason = "JAX does not know this class as a tree"
-                remedy = "Register it with jax.tree_util.register_dataclass"
-                raise OpenError(spec, reason, remedy)
-            return made
+            parts = [_build(one, structures, leaf) for one in pattern.children]
+            return _made(pattern.kind, dict(zip(names, parts, strict=True)))
         case Tree():
-            found = _composed(spec, structures)
+            found = _composed(pattern, structures)
             leaves = []
             for index in range(found.num_leaves):
-                with leaf_position(index, spec.structure):
-                    leaves.append(_build(spec.children[0], structures, leaf))
+                with leaf_position(index, pattern.structure):
+                    leaves.append(_build(pattern.children[0], structures, leaf))
             return jax.tree.unflatten(found, leaves)
         case Container(kind=kind) if kind is Mapping:
-            raise OpenError(spec, "it leaves the keys open", "Use a TypedDict")
+            raise OpenError(pattern, "it leaves the keys open", "Use a TypedDict")
         case Container():
-            raise OpenError(spec, "it leaves the length open", "Use tuple[...] with each element")
+            raise OpenError(
+                pattern, "it leaves the length open", "Use tuple[...] with each element"
+            )
         case Choice():
-            raise OpenError(spec, "it leaves open which of these is returned", "Name one")
+            raise OpenError(pattern, "it leaves open which of these is returned", "Name one")
         case Other(cls=cls) if cls is not type(None):
-            raise OpenError(spec, "it says no shape", "Annotate it with jaxtyping")
+            raise OpenError(pattern, "it says no shape", "Annotate it with jaxtyping")
 
 
 def _made(kind: Any, parts: dict[Any, Any]) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return bare_dataclass(typing.cast(type, kind), parts)
     if kind is Mapping:
         return parts
-    if not dataclasses.is_dataclass(kind):
-        return tuple(parts.values()) if kind is tuple else kind(*parts.values())
-    # Without `__init__`, which may compute with its arguments; frozen classes refuse `setattr`.
-    made = object.__new__(typing.cast(type, kind))
-    for name, part in parts.items():
-        object.__setattr__(made, name, part)
-    return made
+    return tuple(parts.values()) if kind is tuple else kind(*parts.values())
 
 
-def _composed(spec: Tree, structures: Mapping[str, Any]) -> Any:
+def _composed(pattern: Tree, structures: Mapping[str, Any]) -> Any:
     """The structure in which each leaf of one is the next."""
-    if spec.structure is None:
-        raise OpenError(spec, "it leaves the tree's structure open", 'Name it, PyTree[..., "T"]')
+    if pattern.structure is None:
+        raise OpenError(pattern, "it leaves the tree's structure open", 'Name it, PyTree[..., "T"]')
     tree: Any = 0
     # As JAX's `PyTreeDef.compose` is wrong for some trees, trees of numbers are composed instead.
-    for name in spec.structure.split():
+    for name in pattern.structure.split():
         if name == "...":
-            raise OpenError(spec, "`...` leaves the tree's structure open", "Name all of it")
+            raise OpenError(pattern, "`...` leaves the tree's structure open", "Name all of it")
         if name not in structures:
-            raise OpenError(spec, f"`{name}` is bound by no input", "Bind it by an input")
+            raise OpenError(pattern, f"`{name}` is bound by no input", "Bind it by an input")
         inner = jax.tree.unflatten(structures[name], [0] * structures[name].num_leaves)
         tree = jax.tree.map(lambda _, inner=inner: inner, tree)
     return jax.tree.structure(tree)
@@ -182,7 +176,7 @@ def _refuse_open(array: Array, known: Bindings) -> None:
             dtype_j2t(array.dtype)
         except DtypeError:
             raise OpenError(array, f"torch has no dtype {array.dtype}", "Use another") from None
-    elif not any(array.admits(dtype) for one in known.seen for dtype in one.spec.dtypes):
+    elif not any(array.admits(dtype) for one in known.seen for dtype in one.pattern.dtypes):
         family = f"{array.family} is a family of dtypes"
         reason = f"{family} and no annotated input has a dtype of it to follow"
         remedy = "Name one dtype (such as Float32), annotate an input with the family"
@@ -220,7 +214,7 @@ def _predict(array: Array, bindings: Bindings) -> jax.ShapeDtypeStruct:
 
 
 def _followed(array: Array, seen: Sequence[Seen]) -> torch.dtype:
-    own = [one for one in seen if one.spec.dtypes == array.dtypes]
+    own = [one for one in seen if one.pattern.dtypes == array.dtypes]
     found = own or [one for one in seen if array.admits(one.dtype)]
     names = ", ".join(dict.fromkeys(one.dtype for one in found or seen)) or "none"
     if not found:

@@ -52,6 +52,7 @@ class _Failures:
 
     def __init__(self) -> None:
         self.pending: list[BaseException] = []
+        self.asked: list[Callable[[], None]] = []
         self._devices: dict[Hashable, str] = {}
         self._lock = threading.Lock()
 
@@ -108,9 +109,21 @@ def check_errors() -> None:
         Array([0., 0.], dtype=float32)
         >>> check_errors()
     """
+    ask()
     error = _FAILURES.take()
     if error is not None:
         raise error
+
+
+def ask_in_checks(ask: Callable[[], None]) -> None:
+    """Calls `ask` before errors are looked for by the user, or at the end: it may report some."""
+    _FAILURES.asked.append(ask)
+
+
+def ask() -> None:
+    """Has those report that know of errors not yet reported."""
+    for ask_one in _FAILURES.asked:
+        ask_one()
 
 
 def raise_in_callback() -> None:
@@ -124,6 +137,7 @@ def raise_in_callback() -> None:
 @atexit.register
 def _log_at_the_end() -> None:
     wait_for_calls()
+    ask()
     error = _FAILURES.take()
     if error is not None:
         _LOGGER.error(
@@ -151,7 +165,7 @@ def poisoning(program: Program, run: Callback, platform: str, devices: int) -> C
         except BaseException as error:
             poison([from_dlpack(b.__dlpack__()) for b in buffers[count:]])
             _, ordinal = buffers[-1].__dlpack_device__()
-            _report(error, program.leaf.name, f"{platform}:{ordinal}{process}", devices)
+            report(error, program.leaf.name, f"{platform}:{ordinal}{process}", devices)
             return ()
 
     return run_poisoning
@@ -168,7 +182,7 @@ def poison(tensors: list[torch.Tensor]) -> None:
         tensor.detach().fill_(value)
 
 
-def _report(error: BaseException, name: str, device: str, devices: int) -> None:
+def report(error: BaseException, name: str, device: str, devices: int) -> None:
     """Keeps an error and logs it, in one line if the same one was logged and is still pending."""
     frames = traceback.walk_tb(error.__traceback__)
     lines = tuple((frame.f_code.co_filename, line) for frame, line in frames)

@@ -5,12 +5,15 @@ of `p.outs`. Each rule turns it into other calls of itself, whose parameters are
 """
 
 import dataclasses
+import functools
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -19,10 +22,12 @@ from jax.sharding import get_abstract_mesh
 from .._compat import (
     callback_target,
     explicit_axes,
+    linearize_by_jvp_of,
     lower_callback,
     output_aval,
     outside_of_transformations,
     register_dce,
+    register_linearize,
     varying_axes,
 )
 from .._errors import DepthError, EqxTorchError, ShardingError
@@ -31,16 +36,19 @@ from .._program import (
     adjoint,
     batched_with_graph,
     differential,
+    Gradient,
     Jvp,
     Program,
     Record,
     recording,
+    Spec,
     TOKEN,
     untaped,
     Vjp,
     Vmap,
 )
 from .._sharding import batch_axes, is_manual, over_batch_shards, over_the_batch
+from .pairs import connect, LIVE, new_port
 from .runtime import callback
 
 
@@ -48,6 +56,11 @@ _CONFIG: Any = jax.config  # its attributes are made when JAX is imported
 
 torch_call_p = Primitive("torch_call")
 torch_call_p.multiple_results = True
+
+# The same in a program of its own, where each token that it takes is an array in which a recording
+# has put it.
+torch_call_live_p = Primitive("torch_call")
+torch_call_live_p.multiple_results = True
 
 
 def call(program: Program, *arrays: Any) -> list[Any]:
@@ -90,13 +103,20 @@ def impl(*arrays: Any, program: Program) -> list[Any]:
     """Evaluates a program outside of `jax.jit`, by compiling it alone."""
     if _CONFIG.jax_disable_jit or _CONFIG.jax_debug_nans or _CONFIG.jax_debug_infs:
         return _impl_in_debugging(program, arrays)
+    if LIVE.serves(program, arrays):
+        return LIVE.noted(program, lambda: _compiled(program, torch_call_live_p)(*arrays))
+    return _compiled(program, torch_call_p)(*arrays)
+
+
+def _compiled(program: Program, primitive: Primitive) -> Callable[..., list[Any]]:
     compiled = program.leaf.function.compiled()
     if compiled is None:
-        return _jitted(program)(*arrays)
-    function = compiled.by_program.get(program)
+        return _jitted(program, primitive)
+    function = compiled.by_program.get((program, primitive))
     if function is None:
-        function = compiled.by_program.setdefault(program, _jitted(program))
-    return function(*arrays)
+        jitted = _jitted(program, primitive)
+        function = compiled.by_program.setdefault((program, primitive), jitted)
+    return function
 
 
 def _impl_in_debugging(program: Program, arrays: Sequence[Any]) -> list[Any]:
@@ -105,7 +125,7 @@ def _impl_in_debugging(program: Program, arrays: Sequence[Any]) -> list[Any]:
     A torch call is one step: to take it apart would be to call it again.
     """
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
-        results = _jitted(program)(*arrays)
+        results = _jitted(program, torch_call_p)(*arrays)
     for kind, found, wanted in (
         ("nan", jnp.isnan, _CONFIG.jax_debug_nans),
         ("inf", jnp.isinf, _CONFIG.jax_debug_infs),
@@ -116,9 +136,9 @@ def _impl_in_debugging(program: Program, arrays: Sequence[Any]) -> list[Any]:
     return results
 
 
-def _jitted(program: Program) -> Any:
+def _jitted(program: Program, primitive: Primitive) -> Any:
     def torch_call(*arrays: Any) -> list[Any]:
-        return torch_call_p.bind(*arrays, program=program)
+        return primitive.bind(*arrays, program=program)
 
     return jax.jit(torch_call)
 
@@ -137,11 +157,7 @@ def jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, program: Program
 ) -> tuple[list[Any], list[Any]]:
     """The outputs and their tangents."""
-    active = tuple(
-        i
-        for i, (spec, t) in enumerate(zip(program.ins, tangents, strict=True))
-        if spec.differentiable and type(t) is not ad.Zero
-    )
+    active = _active(program, tangents)
     recorded = bool(active) and is_recorded(program)
     results = call(recording(program, active) if recorded else program, *primals)
     outs, token = results[: len(program.outs)], results[len(program.outs) :]
@@ -156,6 +172,66 @@ def jvp(
     return outs, out_tangents
 
 
+def _active(program: Program, tangents: Sequence[Any]) -> tuple[int, ...]:
+    """The inputs that have tangents."""
+    pairs = zip(program.ins, tangents, strict=True)
+    return tuple(i for i, (s, t) in enumerate(pairs) if s.differentiable and type(t) is not ad.Zero)
+
+
+# Where reverse mode comes, and f gives one number y, its pullback for any u is that for 1 times u.
+# So there is one call, of the program that gives y and the gradient g = A(x)^T 1, and dy = g dx. A
+# derivative of both, as of an energy and its forces, is then a derivative of one program.
+
+
+def linearize(
+    is_vjp: bool, nonzeros: Sequence[bool], *primals: Any, program: Program
+) -> tuple[Any, ...]:
+    """The outputs, and their tangents as a function of residuals."""
+    primitive = _at_once_p if is_vjp and _is_pulled_at_once(program) else torch_call_p
+    return linearize_by_jvp_of(primitive, is_vjp, nonzeros, *primals, program=program)
+
+
+# Stands for `torch_call_p` where that is linearized by `_with_gradient`; it is never bound.
+_at_once_p = Primitive("torch_call")
+_at_once_p.multiple_results = True
+
+
+def _is_pulled_at_once(program: Program) -> bool:
+    if program.order or isinstance(program, Record) or not is_recorded(program):
+        return False
+    if not program.leaf.pulls_at_once:
+        return False
+    (spec,) = (program.outs[i] for i in program.inexact_outs)
+    return spec.dtype in (np.float32, np.float64) and math.prod(spec.shape) == 1
+
+
+def _with_gradient(
+    primals: Sequence[Any], tangents: Sequence[Any], *, program: Program
+) -> tuple[list[Any], list[Any]]:
+    """The outputs and their tangents, by a gradient."""
+    active = _active(program, tangents)
+    if not active:
+        return jvp(primals, tangents, program=program)
+    gradient = Gradient(program, active, program.inexact_outs)
+    _check_depth(gradient)
+    results, count = call(gradient, *primals), len(program.outs)
+    outs, gradients = results[:count], results[count:]
+    out_tangents: list[Any] = [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in outs]
+    (number,) = gradient.of
+    factors = align([*gradients, *(tangents[i] for i in active)])
+    out_tangents[number] = _inner(*factors, spec=program.outs[number])
+    return outs, out_tangents
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _inner(*factors: Any, spec: Spec) -> Any:
+    """The tangent of a number, of gradients followed by tangents."""
+    half = len(factors) // 2
+    pairs = zip(factors[:half], factors[half:], strict=True)
+    terms = [jnp.real(g * t).sum().astype(spec.dtype) for g, t in pairs]
+    return functools.reduce(jnp.add, terms).reshape(spec.shape)
+
+
 def is_recorded(program: Program) -> bool:
     """Whether to keep the graph for derivatives: of forwards, and of pullbacks that have theirs."""
     function = program.leaf.function
@@ -165,7 +241,9 @@ def is_recorded(program: Program) -> bool:
         return True
     if isinstance(program, Vmap) and not program.recordable:
         return False
-    return program.order == 0 or (isinstance(program, Vjp) and program.taped)
+    if isinstance(program, Vjp):
+        return program.taped
+    return program.order == 0 or isinstance(program, Gradient)
 
 
 def transpose(cotangents: Sequence[Any], *primals: Any, program: Program) -> list[Any]:
@@ -188,22 +266,29 @@ def dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     program = eqn.params["program"]
     if not any(used):
         return [False] * len(eqn.invars), None
-    kept = tuple(i for i, u in enumerate(used) if u)
-    if isinstance(program, Record):
-        outs = len(program.inner.outs)
-        tokens = tuple(i for i in kept if i >= outs)
-        kept = (*range(outs), *tokens)
-        inner = program.inner
-        program = dataclasses.replace(program, count=len(tokens)) if tokens else inner
-    elif isinstance(program, Jvp):
-        program = dataclasses.replace(program, of=tuple(program.of[i] for i in kept))
-    elif isinstance(program, Vjp):
-        program = dataclasses.replace(program, wrt=tuple(program.wrt[i] for i in kept))
-    else:
-        kept = tuple(range(len(used)))
+    less, kept = _less(program, tuple(i for i, u in enumerate(used) if u))
     outvars = [eqn.outvars[i] for i in kept]
-    new = eqn.replace(params=dict(eqn.params, program=program), outvars=outvars)
+    new = eqn.replace(params=dict(eqn.params, program=less), outvars=outvars)
     return [True] * len(eqn.invars), new
+
+
+def _less(program: Program, kept: tuple[int, ...]) -> tuple[Program, tuple[int, ...]]:
+    """A program that gives these outputs, and those of the old one that it gives."""
+    if isinstance(program, Record | Gradient):
+        outs = len(program.inner.outs)
+        further = tuple(i for i in kept if i >= outs)
+        if not further:
+            return _less(program.inner, kept)
+        if isinstance(program, Record):
+            less = dataclasses.replace(program, count=len(further))
+        else:
+            less = dataclasses.replace(program, wrt=tuple(program.wrt[i - outs] for i in further))
+        return less, (*range(outs), *further)
+    if isinstance(program, Jvp):
+        return dataclasses.replace(program, of=tuple(program.of[i] for i in kept)), kept
+    if isinstance(program, Vjp):
+        return dataclasses.replace(program, wrt=tuple(program.wrt[i] for i in kept)), kept
+    return program, tuple(range(len(program.outs)))
 
 
 def _defined(primal: Any) -> Any:
@@ -311,8 +396,10 @@ def _looped(program: Program, arrays: Sequence[Any], dims: Sequence[int | None])
     return jax.lax.scan(member, None, batched)[1]
 
 
-def lower(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Sequence[Any]:
-    """The lowering rule."""
+def lower(
+    ctx: mlir.LoweringRuleContext, *operands: Any, program: Program, is_live: bool = False
+) -> Sequence[Any]:
+    """The lowering rule; `is_live` where its tokens are arrays."""
     refuse_deadlock(program.leaf.name)
     (platform, *others) = ctx.module_context.platforms
     target = callback_target(platform)
@@ -333,10 +420,15 @@ def lower(ctx: mlir.LoweringRuleContext, *operands: Any, program: Program) -> Se
     _warn_if_gathered(ctx, program)
     program.prepare()
     devices = _num_devices(ctx)
-    run = entry(callback(program, platform, devices), platform, devices)
+    port = new_port(program, platform)
+    run = entry(callback(program, platform, devices, port), platform, devices)
     # Torch is called for a result without elements too: whether it has any is for torch to say.
     is_empty = all(0 in spec.shape for spec in program.outs)
-    return lower_callback(ctx, target, run, operands, _operation_name(program), is_kept=is_empty)
+    name = _operation_name(program)
+    results = lower_callback(ctx, target, run, operands, name, is_kept=is_empty)
+    if port is not None:
+        connect(ctx, port, results[0].owner, is_live)
+    return results
 
 
 def _operation_name(program: Program) -> str:
@@ -383,7 +475,13 @@ def _is_explicit(mesh: Any) -> bool:
 torch_call_p.def_impl(impl)
 torch_call_p.def_abstract_eval(abstract_eval)
 ad.primitive_jvps[torch_call_p] = jvp
+ad.primitive_jvps[_at_once_p] = _with_gradient
+register_linearize(torch_call_p, linearize)
 ad.primitive_transposes[torch_call_p] = transpose
 batching.primitive_batchers[torch_call_p] = batch
 register_dce(torch_call_p, dce)
-mlir.register_lowering(torch_call_p, lower)
+# Uncached, since the operands in a function for equal calls do not say where they come from.
+mlir.register_lowering(torch_call_p, lower, cacheable=False)
+torch_call_live_p.def_abstract_eval(abstract_eval)
+lower_live = functools.partial(lower, is_live=True)
+mlir.register_lowering(torch_call_live_p, lower_live, cacheable=False)

@@ -5,20 +5,28 @@ array and starts no JAX computation, so it can never wait for the runtime that w
 tensors it makes share memory with XLA's buffers and are valid until it returns.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from .._ambient import Ambient, in_neutral_thread
-from .._compat import from_dlpack
+from .._compat import copy_all, from_dlpack, set_grad_enabled
 from .._processes import interrupt_again
-from .._program import Lock, Program, with_interposed, write_error
-from .._torch_calls import ACTIVE, Span
-from .debug import debugged, debugging
+from .._program import local_gpus, Lock, Program, with_interposed, write_error
+from .._timeline import ACTIVE, Span
+from .debug import debugged, debugging, Evaluate
 from .failures import Callback, PENDING, poisoning, raise_in_callback
+from .pairs import mode_on, Write, writer
 from .streams import XLA_STREAMS
+from .wiring import Port
 
 
-def callback(program: Program, platform: str, devices: int) -> Callback:
+_version = operator.attrgetter("_version")
+
+
+def callback(program: Program, platform: str, devices: int, port: Port | None = None) -> Callback:
     """The function that evaluates a program on XLA buffers.
 
     It takes XLA's execution context, a buffer for each input and then one for each output.
@@ -27,17 +35,23 @@ def callback(program: Program, platform: str, devices: int) -> Callback:
         program: the program.
         platform: XLA's name of what it runs on.
         devices: how many devices call the function.
+        port: what the program has to do with tokens.
     """
     lock = program.leaf.function.lock_to_run()
     # Contexts with nothing in them would be a twentieth of what a call costs.
-    run = _evaluator(program, PENDING if devices == 1 else ())
+    if port is None:
+        write = _copier(_runner(program))
+    else:
+        write = writer(program, _runner, port, mode_on(platform))
+    run = _evaluator(program, write, PENDING if devices == 1 else ())
     if lock is not None:
         run = _locked(run, lock)
     if devices > 1:
         run = poisoning(program, run, platform, devices)
     if platform == "cpu":
         return run
-    return _on_stream(run, settled=lock is not None and devices > 1)
+    # A program on one device may wait while it holds the lock that another one's calls wait for.
+    return _on_stream(run, settled=lock is not None and max(devices, local_gpus()) > 1)
 
 
 def _locked(run: Callback, lock: Lock) -> Callback:
@@ -56,9 +70,9 @@ def _on_stream(run: Callback, settled: bool) -> Callback:
     return run_on_stream
 
 
-def _evaluator(program: Program, pending: Sequence[BaseException]) -> Callback:
+def _evaluator(program: Program, write: Write, pending: Sequence[BaseException]) -> Callback:
     """Evaluates a program, unless an error is `pending`, which is then raised instead."""
-    run = _on_buffers(program)
+    run = _on_buffers(program, write)
 
     def run_recorded(buffers: Sequence[Any]) -> tuple[()]:
         with Span(program, buffers[0]):
@@ -81,26 +95,39 @@ def _evaluator(program: Program, pending: Sequence[BaseException]) -> Callback:
     return run_in_thread
 
 
-def _on_buffers(program: Program) -> Callable[[Sequence[Any]], tuple[()]]:
-    """Evaluates a program in a thread without settings of its own."""
-    count = len(program.ins)
+def _runner(program: Program) -> Evaluate:
     evaluate = program.run
     if program.leaf.is_interposed:
         evaluate = with_interposed(evaluate)
-    if debugging():
-        evaluate = debugged(program, evaluate)
+    return debugged(program, evaluate) if debugging() else evaluate
+
+
+def _copier(evaluate: Evaluate) -> Write:
+    def run(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        results = evaluate(inputs, False)
+        set_grad_enabled(False)
+        try:
+            if len(outputs) == 1:
+                outputs[0].copy_(results[0])
+            else:
+                copy_all(outputs, list(results))
+        finally:
+            set_grad_enabled(True)
+
+    return run
+
+
+def _on_buffers(program: Program, write: Write) -> Callable[[Sequence[Any]], tuple[()]]:
+    """Evaluates a program in a thread without settings of its own."""
+    count = len(program.ins)
     code = program.leaf.function.code
 
     def run(buffers: Sequence[Any]) -> tuple[()]:
         tensors = [from_dlpack(b.__dlpack__()) for b in buffers]
         inputs = tensors[:count]
-        i = count
-        for result in evaluate(inputs, False):
-            tensors[i].copy_(result.detach() if result.requires_grad else result)
-            i += 1
-        for x in inputs:
-            if x._version:
-                raise write_error(program, inputs)
+        write(inputs, tensors[count:])
+        if any(map(_version, inputs)):
+            raise write_error(program, inputs)
         return ()
 
     def run_and_release(buffers: Sequence[Any]) -> tuple[()]:

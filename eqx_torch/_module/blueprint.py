@@ -27,14 +27,14 @@ import numpy as np
 import torch
 
 from .._annotations import strip_checkers
-from .._compat import is_functorch_wrapped_tensor
+from .._compat import is_functorch_wrapped_tensor, mark_parameter
 from .._dtypes import canonical_dtype, dtype_j2t, is_inexact
 from .._errors import ModuleError
 from .._watch import storage_key
 from .fingerprint import digest, fingerprint
 from .layers import is_training, set_training
 from .traces import Reads, Trace
-from .walk import buffer_slot, copied, fill, Place, walk
+from .walk import ATTRIBUTES, buffer_slot, copied, fill, Place, walk
 
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -82,7 +82,10 @@ class Blueprint:
             if tensors[name].dtype != self.constants[i].dtype
         }
         registered = set(map(id, tensors.values()))
-        places = [place for place in walk(module) if isinstance(place.value, torch.Tensor)]
+        everything = list(walk(module))
+        changing = {name: tensors[name] for name in names.parameters + names.state}
+        _check_followed(module, changing, everything)
+        places = [place for place in everything if isinstance(place.value, torch.Tensor)]
         others = {id(p.value): p for p in reversed(places) if id(p.value) not in registered}
         found = _views(type(module).__name__, names, tensors, others)
         self.views = list(found.values())
@@ -110,7 +113,9 @@ class Blueprint:
     def key(self) -> Hashable:
         """Equal for equal blueprints."""
         named = [*self.parameters, *self.state]
-        placeholders: dict[int, Hashable] = {id(t): ("tensor", i) for i, t in enumerate(named)}
+        placeholders: dict[int, Hashable] = {
+            id(t): ("tensor", i, t.requires_grad) for i, t in enumerate(named)
+        }
         placeholders |= {id(v.placeholder): ("view", v.key) for v in self.views}
         precise = tuple((i, digest(t)) for i, t in self.precise.items())
         return fingerprint(self.module, placeholders), precise
@@ -204,6 +209,8 @@ class Skeleton:
 
     def bind(self, parameters: Sequence[torch.Tensor], state: Sequence[torch.Tensor]) -> None:
         """Puts tensors in place of the parameters and of the changing buffers."""
+        for parameter in parameters:
+            mark_parameter(parameter)
         fill(self._parameter_slots, parameters)
         fill(self._state_slots, state)
         if self._view_slots:
@@ -339,6 +346,56 @@ class View:
             return owner.as_strided(*layout)
         index = torch.arange(owner.numel(), device=owner.device).as_strided(*layout)
         return owner.reshape(-1)[index]
+
+
+def _check_followed(
+    module: torch.nn.Module, changing: Mapping[str, torch.Tensor], places: Iterable[Place]
+) -> None:
+    """Raises if something would stay with the original where a call has other tensors.
+
+    Calls have copies of the layers, and arrays in place of parameters and changing buffers: they
+    are found under other identities, and at other addresses.
+    """
+    ids = {id(tensor): name for name, tensor in changing.items()}
+    ids |= {id(layer): name or "itself" for name, layer in module.named_modules()}
+    extents = [(name, *_extent(t)) for name, t in changing.items() if _has_memory(t)]
+    for place in places:
+        if isinstance(place.value, dict) and place.key is not ATTRIBUTES:
+            for key in dict.keys(place.value):
+                if isinstance(key, int | torch.Tensor):
+                    name = ids.get(key if isinstance(key, int) else id(key))
+                    if name is not None:
+                        raise ModuleError(_keyed(type(module).__name__, place.path, name))
+        elif (address := _address(place.value)) is not None:
+            held = [name for name, low, high in extents if low <= address < high]
+            if held:
+                raise ModuleError(_exposed(type(module).__name__, place, held[0]))
+
+
+def _address(value: Any) -> int | None:
+    """Where memory begins that torch does not know of as a tensor's."""
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.size:
+        return value.__array_interface__["data"][0]
+    if isinstance(value, torch.UntypedStorage | torch.TypedStorage) and value.device.type == "cpu":
+        return value.data_ptr()
+    return None
+
+
+def _keyed(module: str, path: str, name: str) -> str:
+    return (
+        f"`{module}` cannot be converted: `{path}` has `{name}`, or its `id`, for a key, but "
+        "calls have other objects in its place, which would not be found there. Use its name for "
+        "the key."
+    )
+
+
+def _exposed(module: str, place: Place, name: str) -> str:
+    return (
+        f"`{module}` cannot be converted: `{place.path}`, a `{type(place.value).__name__}`, is the "
+        f"memory of `{name}`, but calls have other memory in its place, so that it would keep the "
+        f"values that `{name}` has now. Do not keep it, but make it in `forward` of "
+        f"`self.{name}`, or keep a copy."
+    )
 
 
 def _views(

@@ -20,7 +20,7 @@ from .._probe import probe, Question
 from .._program import Lock, Residuals, TorchFunction, VmapMethod
 from .._shapes import OutputShapes
 from .blueprint import Blueprint, Names
-from .core import Core, Options, restored_own, signature_of
+from .core import Core, Options, own_wide_dtypes, signature_of
 from .function import ModuleCode
 from .layers import changing_buffers, check_convertible, check_shards, is_training
 from .module import TorchModule
@@ -54,13 +54,13 @@ def from_torch(
     - `*example_args`, `example_kw`: optional examples of the method's arguments: torch tensors,
         JAX arrays or `jax.ShapeDtypeStruct`. They fix the structure of the arguments, move errors
         to the time of conversion, give 64-bit dtypes back to arguments that JAX holds in 32 bits,
-        and find out which buffers the forward changes, by one run on tensors without memory.
+        and tell which buffers the forward changes, by one run on tensors without memory.
     - `output_shapes`, `out_specs`, `lock`, `depth`, `vmap_method`, `residuals`,
         `signature`: as in `torch2jax`. With `out_specs`, the shards of a call draw different
         random numbers, and changed buffers are averaged over the shards (integers: the
         maximum). Each shard is normalised by its own statistics, so `torch.nn.SyncBatchNorm`,
         which promises otherwise, is refused.
-    - `state`: the names of the buffers that the forward changes. If None they are found out by
+    - `state`: the names of the buffers that the forward changes. If None they are inferred from
         the examples, and without examples are those of torch's normalisation layers.
     - `method`: the method to call.
     - `**unknown`: none. Examples of keyword arguments are passed in `example_kw`.
@@ -187,10 +187,10 @@ def _infer(
     names = code.blueprint.names
     named = dict(module.named_parameters()) | dict(module.named_buffers())
     tensors = [named[name] for name in (*names.parameters, *names.state)]
-    restored = restored_own([t.dtype for t in tensors], len(names.parameters))
+    wide = own_wide_dtypes([t.dtype for t in tensors], len(names.parameters))
     examples = Examples(code.name, example_args, example_kw or {})
     own = code.own[inference, False]
-    examples.infer(infer, example_args, example_kw, own, tensors, restored)
+    examples.infer(infer, example_args, example_kw, own, tensors, wide)
 
 
 def _check_method(module: torch.nn.Module, method: Any) -> None:

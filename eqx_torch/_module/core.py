@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from .._annotations import read_signature, Signature
 from .._dtypes import canonical_dtype, dtype_t2j
 from .._examples import Annotated, Examples
-from .._invoke import Call, Prepared, Restored
+from .._invoke import Call, Prepared, WideDtypes
 from .._program import Compiled, Lock, Residuals, Site, Spec, TorchFunction, VmapMethod
 from .._shapes import Declaration, Inference, OutputShapes
 from .blueprint import Blueprint
@@ -117,14 +117,14 @@ class Core:
         """The names of the method's arguments."""
         return argument_names(self.blueprint.module, self.options.method)
 
-    def restored(self, call: Call) -> Restored:
+    def wide_dtypes(self, call: Call) -> WideDtypes:
         """The torch dtypes to give to parameters, state and arguments before torch sees them."""
-        own = restored_own(self.dtypes, len(self.blueprint.parameters))
+        own = own_wide_dtypes(self.dtypes, len(self.blueprint.parameters))
         if not self.edits:
-            return own + (self.examples or self._annotations).restored(call)
+            return own + (self.examples or self._annotations).wide_dtypes(call)
         users = call.without_handed()
         handed = (None,) * (len(call.arrays) - len(users.arrays))
-        return own + handed + (self.examples or self._annotations).restored(users)
+        return own + handed + (self.examples or self._annotations).wide_dtypes(users)
 
     def draws(
         self, site: Site, in_specs: tuple[Spec, ...], inference: bool
@@ -224,7 +224,7 @@ def argument_names(module: torch.nn.Module, method: str) -> frozenset[str]:
         return frozenset()
 
 
-def restored_own(dtypes: Sequence[torch.dtype], count: int) -> Restored:
+def own_wide_dtypes(dtypes: Sequence[torch.dtype], count: int) -> WideDtypes:
     """The torch dtypes to give to `count` parameters, and to the state, before torch sees them.
 
     Integer state (the batch counter of BatchNorm) is given back the 64 bits that JAX may not have;

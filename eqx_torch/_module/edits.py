@@ -34,7 +34,7 @@ from .._errors import ModuleError, ShapeError
 from .._program import own_generator
 from .._trees import flatten
 from .._watch import storage_key
-from .reparametrised import Static
+from .reparametrised import PlainFunction
 
 
 Step: TypeAlias = tuple[str, Any, Any]
@@ -285,7 +285,7 @@ def _called(name: str, path: str, new: Any, args: Any, kwargs: dict[str, Any], k
 
 
 def _takes_key(function: Callable[..., Any]) -> bool:
-    if isinstance(function, Static):
+    if isinstance(function, PlainFunction):
         function = function.function
     if isinstance(function, _VMAPPED):  # which takes no keyword arguments
         return False
@@ -419,7 +419,7 @@ class EditedRun:
         functional = self._tried and _in_functional(sys._getframe())
         if functional or levels_of_func() != self._levels:
             raise ModuleError(
-                f"the forward of `{self._name}` calls {path} inside of a transformation of torch's "
+                f"the forward of `{self._name}` calls {path} inside of a torch transformation "
                 "(`torch.func`, `torch.autograd.functional`, forward-mode derivatives), where it "
                 "can neither be captured nor computed by JAX. Transform in JAX (convert the module "
                 "that is transformed), or name a module outside of it."

@@ -19,7 +19,6 @@ import torch
 
 from .._errors import ModuleError
 from .._program import (
-    drawing_from,
     Guard,
     Kept,
     Learnt,
@@ -30,13 +29,13 @@ from .._program import (
     Spec,
     Tensors,
 )
-from .._trees import flatten_result, Structure
+from .._trees import Structure
 from .._watch import Draws, storage_key, Watch
 from .blueprint import Blueprint, Skeleton
 from .edits import check_generator, EditedRun, Edits
 from .layers import projection
-from .rng import seeded
-from .traces import GeneratorState, Reads, stale_tensor
+from .rng import resumed, seeded
+from .traces import FlagReads, GeneratorState, Reads, stale_tensor
 
 
 SEED = Spec((2,), np.dtype("uint32"))
@@ -72,6 +71,7 @@ class ModuleCode:
         self._quiet: set[bool] = set()
         self._left: tuple[Any, ...] = ((), (), (), ())  # by the last trial
         self._told: set[str] = set()
+        self._reads_flags = False  # whether its code asks if parameters require gradients
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -114,18 +114,24 @@ class ModuleCode:
             if seed is not None:
                 check_generator(self.name, self.edits.cuts, arrays[seed].device)
             parameters = arrays[:count]
+            tried = learnt.written is not None
+            if self._reads_flags or not (tried or functional):
+                parameters = self._flagged(parameters, functional)
             # To look for what a call leaves behind takes long, and one look tells whether it does.
             usual = habits.get(functional)
             seen = () if functional else parameters
             look = _Look(skeleton, seen) if usual is None or usual else None
-            tried = learnt.written is not None
             skeleton.bind(parameters, [b.clone() for b in arrays[count:end_of_state]])
             self._held.items.append(skeleton.unbind)
             drawing = self._unseeded(inference) if seed is None else self._seeding(arrays[seed])
             reads = skeleton.reads() if usual is None and not tried else None
-            with drawing, reads or _UNCHANGED:
+            flags = FlagReads(parameters) if reads else _UNCHANGED
+            with drawing, reads or _UNCHANGED, flags:
                 mode = inference, seed is not None
                 result = self._run(skeleton, args, kwargs, mode, self._held.items.append)
+            if isinstance(flags, FlagReads) and flags.any:
+                self._reads_flags = True
+                self._flagged(parameters, functional)
             new_state = skeleton.state()
             changed = skeleton.changed_constants()
             if changed:
@@ -164,7 +170,7 @@ class ModuleCode:
         self._held.items.clear()
         guard: Guard = contextlib.nullcontext
         if generator is not None:
-            guard = functools.partial(drawing_from, generator)
+            guard = functools.partial(resumed, generator, self._held.device)
         _end(self._held.random)
         return Kept(guard, lambda: _end(items))
 
@@ -175,7 +181,7 @@ class ModuleCode:
         return f"buffer {self.blueprint.names.state[int(index) - 1]}"
 
     def of_result(self, structure: Structure) -> Structure:
-        return flatten_result(structure.unflatten(range(structure.num_leaves))[0])[1]
+        return structure.first()
 
     @contextlib.contextmanager
     def trial(self, site: Site, watch: Watch) -> Iterator[Callable[[Tensors], Any]]:
@@ -195,8 +201,9 @@ class ModuleCode:
             modes.enter_context(_unoptimised(skeleton.module))
             skeleton.bind(parameters, state)
             mode, edited = (own.inference, False), list[Callable[[], None]]()
-            with skeleton.reads() as reads:
+            with skeleton.reads() as reads, FlagReads(parameters) as flags:
                 result = self._run(skeleton, args, kwargs, mode, edited.append, True)
+            self._reads_flags = self._reads_flags or flags.any
             _end(edited)
             new_state = skeleton.state()
             triples = zip(self.blueprint.names.state, state, new_state, strict=True)
@@ -260,6 +267,26 @@ class ModuleCode:
             )
         return result
 
+    def _flagged(self, parameters: Tensors, functional: bool) -> list[torch.Tensor]:
+        """The parameters, requiring gradients where torch's do, for code that asks.
+
+        Raises:
+            ModuleError: one is frozen in torch, but the call is differentiated with respect to it.
+            RuntimeError: a transformation of torch.func is active, which allows no such flags.
+        """
+        pairs = list(zip(parameters, self.blueprint.parameters, strict=True))
+        if self._reads_flags:
+            if functional:
+                raise RuntimeError("the code asks whether parameters require gradients")
+            named = zip(self.blueprint.names.parameters, pairs, strict=True)
+            frozen = [n for n, (p, own) in named if p.requires_grad and not own.requires_grad]
+            if frozen:
+                raise ModuleError(_frozen(self.name, first(frozen)))
+        return [
+            p.detach().requires_grad_() if own.requires_grad and not p.requires_grad else p
+            for p, own in pairs
+        ]
+
     def _unseeded(self, inference: bool) -> contextlib.AbstractContextManager[None]:
         return _UNCHANGED if inference in self._quiet else self._tried(inference)
 
@@ -308,6 +335,7 @@ class ModuleCode:
         return [] if reads is None else reads.stale(self.python, self.blueprint.loose)
 
     def _seeding(self, seed: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        self._held.device = seed.device
         return seeded(seed, self._held.random.append)
 
     def _changed_constants(self, names: Sequence[str]) -> str:
@@ -316,7 +344,7 @@ class ModuleCode:
         return (
             f"`{self.name}` changes its buffers {listed} in `{self.method}`, but they were taken "
             f"for constants. Convert it with `state=[{every}]`, or with example arguments so that "
-            "this is found out: "
+            "this is inferred: "
             "`model, state = eqx.nn.make_with_state(from_torch)(module, *example_args)`."
         )
 
@@ -386,6 +414,15 @@ def _changed_number(name: str, attribute: str, old: Any, new: Any) -> str:
     )
 
 
+def _frozen(name: str, parameters: str) -> str:
+    return (
+        f"the forward of `{name}` asks whether its parameters require gradients, and {parameters} "
+        "was frozen (`requires_grad=False`) when it was converted, but this call is differentiated "
+        "with respect to it. Leave it out, `trained, frozen = eqx.partition(model, "
+        "trainable(model))`, or convert the module after `requires_grad_(True)`."
+    )
+
+
 def _written_tensor(name: str, path: str) -> str:
     return (
         f"the forward of `{name}` writes to its tensor {path}, which is no buffer, but each call "
@@ -400,11 +437,13 @@ class _Held(threading.local):
     Attributes:
         items: when the derivatives of the calls are done.
         random: what random numbers are drawn from, at the end of the program in any case.
+        device: of the last call that was seeded.
     """
 
     def __init__(self) -> None:
         self.items: list[Callable[[], None]] = []
         self.random: list[Callable[[], None]] = []
+        self.device = _CPU
 
 
 class _LayerNames:

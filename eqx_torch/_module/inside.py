@@ -503,7 +503,7 @@ def _as_array(name: str) -> Callable[[Any], jax.Array]:
         if isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
             return jnp.asarray(x)
         raise InputError(
-            f"`patch` takes arrays of JAX's, or a JAX function, for the output of {name!r}, but "
+            f"`patch` takes JAX arrays, or a JAX function, for the output of {name!r}, but "
             f"got a {type(x).__name__}. Convert tensors by `eqx_torch.t2j(x)`."
         )
 

@@ -382,7 +382,9 @@ def _check_member(i: int, model: Any, first: Any) -> None:
         raise ModuleError(
             f"`stack_modules` takes modules that differ only in their values, but the one at "
             f"position {i} (`{model.core.name}`) is another than the first "
-            f"(`{first.core.name}`): other layers, options, constants or train flags."
+            f"(`{first.core.name}`): other layers, options, constants or train flags. "
+            "Make all of them by the same code, and put them into one mode, "
+            "`eqx.nn.inference_mode(model, value=False)`, before they are stacked."
         )
     if _holds_state(model) != _holds_state(first):
         raise ModuleError(

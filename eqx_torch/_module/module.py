@@ -2,16 +2,19 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.core
+import jax.tree_util as jtu
 from jax.sharding import AxisType, PartitionSpec
 
 from .._compat import axes_of_type
+from .._dtypes import is_key
 from .._errors import InputError, ModuleError
 from .._invoke import Call, divided, outputs_of, Prepared, prepared
+from .._program import argument_name
 from .._sharding import check_on_mesh, check_whole, ON_THE_MESH
 from .core import Core
 from .edits import run_segments, Step
@@ -20,7 +23,10 @@ from .layers import ModeField
 from .parts import attribute, item, items, length
 from .reparametrised import computed
 from .rng import ModuleShards, seed_of
-from .usage import keywords
+
+
+_KEY = ("a JAX key", "key", "y = model(x, key=key)")
+_STATE = ("an `equinox.nn.State`", "state", "y, state = model(x, state=state)")
 
 
 class TorchModule(eqx.nn.StatefulLayer):
@@ -106,7 +112,7 @@ class TorchModule(eqx.nn.StatefulLayer):
             (8, 3)
         """
         core = self.core
-        own = keywords(core, args, kwargs)
+        own = _keywords(core, args, kwargs)
         buffers = self._buffers_for(own.state)
         run = _in_segments if core.edits else _torch_call
         result, *new_buffers = run(self, computed(self.params), buffers, own.key, args, own.rest)
@@ -137,7 +143,7 @@ class TorchModule(eqx.nn.StatefulLayer):
             f"`{self.core.name}` cannot be hashed, as its parameters are arrays, so it cannot be "
             "what `jax.jit` compiles, nor a static argument of it. Write `eqx.filter_jit(model)`, "
             "or pass the model as an argument, `jax.jit(lambda model, x: model(x))(model, x)`; "
-            "for other transformations of JAX's, as `jax.checkpoint`, write `lambda x: model(x)`."
+            "for JAX's other transformations, such as `jax.checkpoint`, write `lambda x: model(x)`."
         )
 
     def is_stateful(self) -> bool:
@@ -167,6 +173,73 @@ class TorchModule(eqx.nn.StatefulLayer):
             raise ModuleError(_missing_state(self.core, changing, isinstance(init, dict)))
         pairs = zip(self.core.blueprint.names.state, self.core.stored, strict=True)
         return _without_derivatives(self.core, {name: init[stored] for name, stored in pairs})
+
+
+class _Keywords(NamedTuple):
+    """The keyword arguments of a call: ours, and those that are the forward's."""
+
+    state: eqx.nn.State | None
+    key: jax.Array | None
+    rest: dict[str, Any]
+
+
+def _keywords(core: Core, args: Sequence[Any], kwargs: dict[str, Any]) -> _Keywords:
+    """Takes ours out of a call's. An argument of the forward's may have the same name.
+
+    Raises:
+        InputError: `state=` is no state, `key=` not one key, or either stands elsewhere.
+    """
+    rest, state, key = dict(kwargs), None, None
+    if "state" not in core.arguments or _is_state(rest.get("state")):
+        state = rest.pop("state", None)
+    if state is not None and not _is_state(state):
+        raise InputError(
+            f"`state=` of `{core.name}` is a {type(state).__name__}, but takes the "
+            "`equinox.nn.State` of `model, state = eqx.nn.make_with_state(from_torch)(module)`."
+        )
+    if "key" not in core.arguments or is_key(rest.get("key")):
+        key = rest.pop("key", None)
+    if any(map(_is_ours, jax.tree.leaves((args, rest), is_leaf=_is_state))):
+        _refuse(core, (tuple(args), rest))
+    return _Keywords(state, None if key is None else _typed(core, key), rest)
+
+
+def _is_state(x: Any) -> bool:
+    return isinstance(x, eqx.nn.State)
+
+
+def _is_ours(x: Any) -> bool:
+    return _is_state(x) or is_key(x)
+
+
+def _refuse(core: Core, arguments: Any) -> None:
+    """Raises for a state or a key among the arguments of torch."""
+    leaves = jtu.tree_leaves_with_path(arguments, is_leaf=_is_state)
+    path, leaf = next((path, leaf) for path, leaf in leaves if _is_ours(leaf))
+    what, name, call = _KEY if is_key(leaf) else _STATE
+    raise InputError(
+        f"`{core.name}` got {what} as {argument_name(jtu.keystr(path))}, but what is not passed as "
+        f"`state=` or `key=` is for torch's `{core.options.method}`. Write `{name}={name}`, as in "
+        f"`{call}`."
+    )
+
+
+def _typed(core: Core, key: Any) -> jax.Array:
+    try:
+        typed = key if is_key(key) else jax.random.wrap_key_data(key)
+    except (TypeError, ValueError) as error:
+        array = f"an array {key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else None
+        raise InputError(
+            f"`key=` of `{core.name}` is {array or f'{key!r} of type {type(key).__name__}'}, but "
+            "takes a JAX key: `key=jax.random.key(0)`."
+        ) from error
+    if typed.ndim:
+        raise InputError(
+            f"`key=` of `{core.name}` is an array of keys, of shape {list(typed.shape)}, but a "
+            "call draws from one key: `key=keys[0]`. To call it with each of them, "
+            "`jax.vmap(lambda key: model(x, key=key))(keys)`."
+        )
+    return typed
 
 
 def _torch_call(
@@ -234,8 +307,8 @@ def _prepare(core: Core, call: Call, key: jax.Array | None) -> Prepared:
     function, out_specs, own = core.function, core.options.out_specs, call.own
     assert own is not None
     _check_own(core, call)
-    restored = core.restored(call)
-    site = call.site(restored)
+    wide = core.wide_dtypes(call)
+    site = call.site(wide)
     state = core.code.copies
     buffers = dict(zip(core.blueprint.names.state, call.arrays[state.start :], strict=False))
     others = [t for i, t in enumerate(call.types) if i not in state]
@@ -249,8 +322,8 @@ def _prepare(core: Core, call: Call, key: jax.Array | None) -> Prepared:
     if key is not None and draws != ():
         seed, written = len(own), function.findings.at(site, shards).written
         own = core.code.own[own.inference, True]
-        restored = (*restored[:seed], None, *restored[seed:])
-        site = dataclasses.replace(site, own=own, restored=restored)
+        wide = (*wide[:seed], None, *wide[seed:])
+        site = dataclasses.replace(site, own=own, wide=wide)
         types = (*call.types[:seed], jax.typeof(seed_of(key)), *call.types[seed:])
         split, shards = divided(function, site, types, out_specs)
         if written is not None:  # with a seed it does as without

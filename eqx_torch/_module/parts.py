@@ -7,6 +7,7 @@ that torch gives them there. It is made when it is asked for and holds nothing o
 
 import copy
 import dataclasses
+import difflib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -21,19 +22,44 @@ from .._examples import Examples
 from .blueprint import Blueprint, Names
 from .core import Core, Options
 from .edits import Edits, several
-from .usage import missing_attribute, nearest
 from .walk import walk
 
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
 
+_MOVE = "torch runs where the arrays are: `model = eqx.filter_shard(model, jax.devices()[0])`."
+_CAST = (
+    "For another dtype convert the torch module, `from_torch(module.half())`, or cast the "
+    "parameters: `params, rest = eqx.partition(model, eqx.is_inexact_array)`, then `model = "
+    "eqx.combine(jax.tree.map(lambda a: a.astype(jnp.float16), params), rest)`."
+)
+_PARAMETERS = (
+    "Write `model.params`, a dict of JAX arrays. Optimisers are optax's: "
+    "`opt_state = optax.adam(1e-3).init(model)`."
+)
+_GRADIENTS = "Gradients are results, not kept in the model: `grads = eqx.filter_grad(loss)(model)`."
+_REMEDIES = {
+    "eval": "Write `model = eqx.nn.inference_mode(model)`.",
+    "train": "Write `model = eqx.nn.inference_mode(model, value=False)`.",
+    "training": "Read `model.inference`, which is its opposite.",
+    "forward": 'Write `model(x)`; another method is `from_torch(model, method="name")`.',
+    "state_dict": "Write `eqx_torch.state_dict(model)`.",
+    "load_state_dict": "Write `model = eqx_torch.load_state_dict(model, sd)`.",
+    "requires_grad_": "Write `eqx.partition(model, eqx_torch.trainable(model))`.",
+    "to": f"{_MOVE} {_CAST}",
+    **dict.fromkeys(["cuda", "cpu"], _MOVE),
+    **dict.fromkeys(["half", "bfloat16", "float", "double"], _CAST),
+    **dict.fromkeys(["parameters", "named_parameters"], _PARAMETERS),
+    **dict.fromkeys(["zero_grad", "grad", "backward"], _GRADIENTS),
+}
+
 
 def attribute(model: Any, name: str) -> Any:
     """What torch's module has under this name: a submodule, a tensor or a plain attribute."""
     core: Core | None = vars(model).get("core")
     if core is None or name.startswith("__"):
-        raise AttributeError(missing_attribute(core, name))
+        raise AttributeError(_missing_attribute(core, name))
     module = core.blueprint.module
     tensor = module._parameters.get(name, module._buffers.get(name))
     if tensor is not None:
@@ -41,7 +67,7 @@ def attribute(model: Any, name: str) -> Any:
     if module._modules.get(name) is not None:
         return part(model, name)
     if name in _OF_TORCH or not _is_plain(module, name):
-        raise AttributeError(missing_attribute(core, name))
+        raise AttributeError(_missing_attribute(core, name))
     # A change to it would change what is compiled.
     return copy.deepcopy(getattr(module, name))
 
@@ -53,7 +79,7 @@ def item(model: Any, index: Any) -> Any:
     if isinstance(index, str):
         known = submodules(core)
         if index not in known:
-            raise InputError(f"`{core.name}` has no submodule {index!r}{nearest(index, [*known])}")
+            raise InputError(f"`{core.name}` has no submodule {index!r}{_nearest(index, [*known])}")
         return part(model, index)
     names = _children(core)
     if isinstance(index, slice) and isinstance(module, torch.nn.ModuleList | torch.nn.Sequential):
@@ -139,7 +165,7 @@ def matching(
         if not names:
             raise InputError(
                 f"{pattern!r} matches no {what} of `{core.name}`. It is a whole name or the end "
-                f"of one, in which `*` stands for one part{nearest(pattern, list(known))}"
+                f"of one, in which `*` stands for one part{_nearest(pattern, list(known))}"
             )
         found.append(tuple(dict.fromkeys(known[name] for name in names)))
     return found
@@ -250,7 +276,7 @@ def _tensor(model: Any, name: str, tensor: torch.Tensor) -> Any:
                 init = model.buffers.init
                 if isinstance(init, dict):
                     return init[core.stored[names.index(known)]]
-                raise AttributeError(missing_attribute(core, name))
+                raise AttributeError(_missing_attribute(core, name))
     return t2j(tensor)
 
 
@@ -274,3 +300,36 @@ def _children(core: Core) -> list[str]:
             "`model.params`; to replace a submodule, `eqx_torch.replace_module(model, path, new)`."
         )
     return list(module._modules)
+
+
+def _missing_attribute(core: Core | None, name: str) -> str:
+    """The message for an attribute that a model (None while it is being made) does not have."""
+    # Libraries look for names with underscores at every object.
+    remedy = None if core is None or name.startswith("__") else _remedy(core, name)
+    return f"a TorchModule has no attribute `{name}`." + (f" {remedy}" if remedy else "")
+
+
+def _remedy(core: Core, name: str) -> str | None:
+    module, names = core.blueprint.module, core.blueprint.names
+    if name in names.state:
+        stored = core.stored[names.state.index(name)]
+        return f'Write `state.get(model.buffers)["{stored}"]`: the forward changes it.'
+    if name in _REMEDIES:
+        return _REMEDIES[name]
+    if not hasattr(torch.nn.Module, name) and inspect.isroutine(getattr(type(module), name, None)):
+        return f'Write `from_torch(model, method="{name}")`, which shares its parameters.'
+    if name in dir(module):
+        arguments = "model, state" if names.state else "model"
+        return f"The torch module has one: `eqx_torch.to_torch({arguments}).{name}`."
+    if name.startswith("_"):
+        return None
+    return f"`{core.name}` has none either{_nearest(name, [*module._modules, *module._parameters])}"
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    """The end of a message about a name that is unknown: those that are like it, or some."""
+    bare = name.strip("*.")
+    containing = [other for other in known if bare and bare in other]
+    close = containing or difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known
+    listed = ", ".join(map(repr, close[:3]))
+    return f". The nearest that there is: {listed}." if close else "."

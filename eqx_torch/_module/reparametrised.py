@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 
 
-class Static(eqx.Module):
+class PlainFunction(eqx.Module):
     """A function that is no PyTree, as part of a model's structure."""
 
     function: Callable[..., Any] = eqx.field(static=True)
@@ -50,4 +50,4 @@ def computed(params: Mapping[str, Any]) -> Mapping[str, Any]:
 def as_node(function: Callable[..., Any]) -> Any:
     """The function as what a PyTree may hold: itself if it is a PyTree, such as a module."""
     is_leaf = jax.tree.structure(function) == jax.tree.structure(0)
-    return Static(function) if is_leaf else function
+    return PlainFunction(function) if is_leaf else function

@@ -3,7 +3,8 @@
 On a CPU a call draws from a generator of its own. Of the operators for a GPU, some (dropout among
 them) know but the one that torch has for each device. So a call there seeds that too; from then
 until its backward is done no other seeded call runs on a GPU, and the generator is put back as soon
-as the forward is done. (The backward may seed again: `torch.utils.checkpoint` does.)
+as the forward is done. (The backward may seed again: `torch.utils.checkpoint` does.) Where the
+graph is kept for a backward in another call, others may run between the two.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import torch
 from jax.sharding import PartitionSpec as P
 
 from .._invoke import PerShard
-from .._program import draw_from, EXCLUSIVE
+from .._program import draw_from, drawing_from, EXCLUSIVE, settle
 
 
 _NOTHING = contextlib.nullcontext()
@@ -36,6 +37,14 @@ def seeded(
     draw_from(torch.Generator().manual_seed(number))
     at_end(lambda: draw_from(None))
     return _on_gpu(number, seed.device, at_end) if seed.is_cuda else _NOTHING
+
+
+@contextlib.contextmanager
+def resumed(generator: torch.Generator, device: torch.device) -> Iterator[None]:
+    """A context for a backward through the graph of a seeded call, which may seed again."""
+    settle(device)
+    with EXCLUSIVE if device.type == "cuda" else _NOTHING, drawing_from(generator):
+        yield
 
 
 @contextlib.contextmanager

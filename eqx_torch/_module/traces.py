@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from .._compat import torch_tree, TorchDispatchMode
 from .._errors import ModuleError
-from .._reachable import CachedFunction, is_library
+from .._reachable import attributes_set_by, CachedFunction, is_library
 from .._watch import storage_key
-from .._writers import attributes_set_by
 from .walk import apart, ATTRIBUTES, contents, Copy, is_generator, MUTABLE, Place, refill, step_to
 
 
@@ -37,6 +37,8 @@ class GeneratorState:
     contents: bytes = dataclasses.field(repr=False)
 
 
+_ATTRIBUTES: Any = torch.Tensor  # of which the stub knows the values only
+_REQUIRES_GRAD = _ATTRIBUTES.requires_grad.__get__
 _NUMBERS = (bool, int, float, complex, str, GeneratorState)
 
 
@@ -197,6 +199,27 @@ class Reads(TorchDispatchMode):
         return [path for path in read if computed[path] or path.rpartition(".")[2] in set_]
 
 
+class FlagReads(TorchFunctionMode):
+    """Sees whether code asks if parameters require gradients; where libraries do, to be faster.
+
+    Attributes:
+        any: whether it has.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._parameters = set(map(id, parameters))
+        self.any = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == _REQUIRES_GRAD and id(args[0]) in self._parameters:
+            asking = sys._getframe(1).f_globals.get("__name__")
+            self.any = self.any or not is_library(asking)
+        return func(*args, **(kwargs or {}))
+
+
 def _keys(tree: Any) -> Iterator[int]:
     """The memory of the tensors in an operator's arguments."""
     if isinstance(tree, torch.Tensor):
@@ -215,7 +238,7 @@ def _reads_original(name: str, tensor: str) -> str:
     return (
         f"`{name}` cannot be converted: {reader} reads its parameter {tensor} through something "
         "that is not copied with the module (a global variable, a class or a variable of its "
-        "methods, an object that copies as itself), so that it would for ever read the "
+        "methods, an object that copies as itself), so that it would forever read the "
         "original's. Make it an attribute of the module (`self.name = ...`) or a default "
         "argument, or pass it as an argument of the call."
     )

@@ -15,8 +15,8 @@ from .calculus import (
     recording as recording,
     untaped as untaped,
 )
-from .derivative import Jvp as Jvp, Record as Record, Vjp as Vjp
-from .exclusive import EXCLUSIVE as EXCLUSIVE
+from .derivative import Gradient as Gradient, Jvp as Jvp, Record as Record, Vjp as Vjp
+from .exclusive import EXCLUSIVE as EXCLUSIVE, local_gpus as local_gpus, settle as settle
 from .function import (
     Code as Code,
     Compiled as Compiled,
@@ -41,4 +41,4 @@ from .interposed import interposing as interposing, with_interposed as with_inte
 from .leaf import Leaf as Leaf, same_bits as same_bits, write_error as write_error
 from .results import opened as opened
 from .site import argument_name as argument_name, Own as Own, Site as Site
-from .tape import Guard as Guard, Kept as Kept, TAPES as TAPES
+from .tape import Guard as Guard, Kept as Kept, TAPES as TAPES, TapeSite as TapeSite

@@ -3,6 +3,7 @@
 A program maps a flat list of tensors to a flat list of tensors. A `Leaf` is the user's function;
 the others are made from a program by a transformation:
 
+    Gradient(p, wrt, of)    its outputs and the gradient, by the inputs `wrt`, of the number in `of`
     Jvp(p, wrt, of)         the tangents of the outputs `of` for tangents of the inputs `wrt`
     Vjp(p, wrt, of)         the cotangents of the inputs `wrt` for cotangents of the outputs `of`
     Vmap(p, in_axes, ...)   one call for a whole batch
@@ -29,7 +30,7 @@ from .._dtypes import is_inexact
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 Indices: TypeAlias = tuple[int, ...]
-Kind: TypeAlias = Literal["forward", "backward", "tangent"]
+Kind: TypeAlias = Literal["forward", "backward", "tangent", "gradient"]
 
 
 class Spec(NamedTuple):
@@ -89,6 +90,11 @@ class Program(abc.ABC):
     def batches(self) -> bool:
         """Whether it is, or is made of, one call for a batch."""
         return False
+
+    @functools.cached_property
+    def token(self) -> int | None:
+        """The input that is the token of a graph, None if none is."""
+        return None
 
     @property
     @abc.abstractmethod
@@ -174,6 +180,10 @@ class Derivative(Derived):
     def tokens(self) -> tuple[Spec, ...]:
         """The spec of the token, if there is one."""
         return (TOKEN,) if self.taped else ()
+
+    @functools.cached_property
+    def token(self) -> int | None:
+        return len(self.inner.ins) if self.taped else None
 
     @functools.cached_property
     def linear(self) -> frozenset[int]:

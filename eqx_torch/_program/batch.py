@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -15,6 +16,8 @@ from .graph import with_dense_gradient
 
 
 Axes = tuple[int | None, ...]
+
+_Result = TypeVar("_Result")
 
 _ROWS = torch.contiguous_format
 
@@ -128,9 +131,7 @@ class Vmap(Derived):
         return out
 
 
-def batched_or_looped(
-    program: Program, differentiate: Callable[[], list[torch.Tensor]]
-) -> list[torch.Tensor]:
+def batched_or_looped(program: Program, differentiate: Callable[[], _Result]) -> _Result:
     """A derivative of what may be batched: torch may batch a forward, but not its backward."""
     findings = program.leaf.function.findings
     try:

@@ -11,8 +11,10 @@ GPUs run behind their threads. A thread that waits for its GPU while it holds th
 thread waits for the lock. So whoever takes the lock lets the GPU finish first what it has.
 """
 
+import functools
 import threading
 
+import jax
 import torch
 
 
@@ -20,6 +22,15 @@ EXCLUSIVE = threading.RLock()
 
 
 def settle(device: torch.device) -> None:
-    """Waits for the work that a GPU has from this thread, if there are others."""
-    if device.type == "cuda" and torch.cuda.device_count() > 1:
+    """Waits for the work that a GPU has from this thread, if this process has others."""
+    if device.type == "cuda" and local_gpus() > 1:
         torch.cuda.current_stream(device).synchronize()
+
+
+@functools.cache
+def local_gpus() -> int:
+    """The GPUs that JAX has for this process, which may be fewer than torch sees."""
+    try:
+        return jax.local_device_count("gpu")
+    except RuntimeError:
+        return 0

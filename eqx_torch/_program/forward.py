@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._compat import set_forward_grad_enabled, set_grad_enabled
 from .._errors import EqxTorchError
-from .base import Derivative, pick, Tensors
+from .base import Derivative, pick, Program, Tensors
 from .exclusive import EXCLUSIVE, settle
 from .graph import is_users, nodes_behind
 from .reverse import (
@@ -91,7 +91,7 @@ def functional_dual_numbers(
     """The tangents, by `torch.func.jvp`."""
     forward = restricted(jvp, primals, functional=True)
     settle(primals[0].device)
-    with EXCLUSIVE, _NoGradStopsTangents():
+    with EXCLUSIVE, _AsInReverseMode(jvp.inner):
         return list(torch.func.jvp(forward, pick(primals, jvp.wrt), tuple(tangents))[1])
 
 
@@ -116,14 +116,24 @@ def load_forward_mode() -> None:
             forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
 
 
-class _NoGradStopsTangents(TorchFunctionMode):
-    """What is computed under `torch.no_grad` is constant, in forward mode as in reverse mode."""
+class _AsInReverseMode(TorchFunctionMode):
+    """What is computed under `torch.no_grad` is constant, in forward mode as in reverse mode.
+
+    Hooks on gradients do nothing to tangents of a forward, so that there the double backward trick
+    has to be used. A pullback has applied them by then.
+    """
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self._of_forward = not program.order
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is set_grad_enabled:
             set_forward_grad_enabled(*args)
+        elif func is torch.Tensor.register_hook and self._of_forward:
+            raise RuntimeError("a hook on a gradient has no counterpart in forward mode")
         return func(*args, **(kwargs or {}))
 
 
@@ -133,7 +143,7 @@ def _pushed(
     """The tangents by dual numbers, and where the graphs of the results begin."""
     active = map(leaf_of, pick(primals, jvp.wrt))
     settle(primals[0].device)
-    with EXCLUSIVE, _NoGradStopsTangents(), forward_ad.dual_level():
+    with EXCLUSIVE, _AsInReverseMode(jvp.inner), forward_ad.dual_level():
         duals = map(forward_ad.make_dual, active, tangents)
         results = restricted(jvp, primals, functional=False)(*duals)
         return list(map(_tangent, results)), [y.grad_fn for y in results]

@@ -23,10 +23,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from .._reachable import reachable, reaches_module, scripts_near, seems_to_swap
+from .._reachable import reachable, reaches_module, scripts_near, seems_to_swap, Ways, ways_to_write
 from .._trees import Structure
 from .._watch import Before, Watch
-from .._writers import Ways, ways_to_write
 from .base import Spec, Tensors
 from .interposed import is_narrow
 from .site import Site
@@ -218,6 +217,8 @@ class Plain:
     def __init__(self, python: Callable[..., Any], name: str) -> None:
         self.python = self.near = python
         self.name = name
+        self._changed: dict[str, None] = {}  # buffers, by the last trial
+        self._told = False
 
     def prepared(self, site: Site, learnt: Learnt) -> Run:
         del learnt
@@ -243,11 +244,14 @@ class Plain:
 
     @contextlib.contextmanager
     def trial(self, site: Site, watch: Watch) -> Iterator[Callable[[Tensors], Any]]:
-        del watch
-
         def run(arrays: Tensors) -> Any:
             args, kwargs = site.arguments(arrays)
-            return self.python(*args, **kwargs)
+            result = self.python(*args, **kwargs)
+            modules = [m for m in reachable(self.near) if isinstance(m, torch.nn.Module)]
+            named = [item for module in reversed(modules) for item in module.named_buffers()]
+            names = {id(buffer): name for name, buffer in named if watch.wrote(buffer)}
+            self._changed = dict.fromkeys(names.values())
+            return result
 
         yield run
 
@@ -257,6 +261,15 @@ class Plain:
                 f"`{self.name}` draws random numbers from torch's own generator: others on each "
                 "call, and on each computation of the forward by a backward. Pass random arrays "
                 "as arguments, or convert a module by `from_torch` and call it with `key=`.",
+                stacklevel=3,
+            )
+        if self._changed and not self._told:
+            self._told = True
+            warnings.warn(
+                f"`{self.name}` changes the buffers {', '.join(self._changed)} of a torch module, "
+                "which JAX knows nothing of: in place, on each computation of the forward, those "
+                "by a backward included. Convert the module, so that they are state: `model, "
+                "state = eqx.nn.make_with_state(from_torch)(module)`; or call its `eval()` first.",
                 stacklevel=3,
             )
 

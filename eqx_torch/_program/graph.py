@@ -13,15 +13,14 @@ from torch.autograd.function import BackwardCFunction
 
 def nodes_behind(roots: Iterable[Any]) -> list[Any]:
     """The nodes that can be reached from these, which may be None."""
-    seen: dict[Any, None] = {}
-    pending = list(roots)
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen[node] = None
-        pending.extend(behind for behind, _ in node.next_functions)
-    return list(seen)
+    nodes = list(dict.fromkeys(root for root in roots if root is not None))
+    seen = set(nodes)
+    for node in nodes:  # which grows
+        for behind, _ in node.next_functions:
+            if behind is not None and behind not in seen:
+                seen.add(behind)
+                nodes.append(behind)
+    return nodes
 
 
 def is_users(node: Any) -> bool:

@@ -17,6 +17,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from .._compat import cached_weakly
@@ -79,10 +80,23 @@ class Leaf(Program):
     @functools.cached_property
     def is_interposed(self) -> bool:
         """Whether operators are interposed where this or a program made of it runs."""
-        pairs = zip(self.ins, self.site.restored, strict=True)
-        dtypes = (restored or dtype_j2t(spec.dtype) for spec, restored in pairs)
+        pairs = zip(self.ins, self.site.wide, strict=True)
+        dtypes = (wide or dtype_j2t(spec.dtype) for spec, wide in pairs)
         narrow = self.function.holds_narrow or any(map(is_narrow, dtypes))
         return narrow or self.site.seed is not None
+
+    @functools.cached_property
+    def pulls_at_once(self) -> bool:
+        """Whether it returns one real number, of which a gradient may be taken ahead of time.
+
+        Then it is to be multiplied by a cotangent. In half precision that would be too late for a
+        scaled loss; and what the backward of a user's does need not be linear.
+        """
+        of = self.inexact_outs
+        half = any(spec.dtype == np.float16 for spec in (*self.ins, *self.outs))
+        if len(of) != 1 or half or not self.site.ambient.is_neutral:
+            return False
+        return not self.function.ways_to_write.scaled
 
     def __hash__(self) -> int:
         return self._hash
@@ -126,7 +140,7 @@ class Leaf(Program):
     def _given(self, inputs: Tensors, copied: frozenset[int]) -> list[torch.Tensor]:
         """The inputs in the dtypes that torch is given, some of them as copies."""
         tensors = list(inputs)
-        for i, dtype in self._restored:
+        for i, dtype in self._widened:
             tensors[i] = tensors[i].to(dtype)
         for i in copied:
             tensors[i] = tensors[i].clone()
@@ -181,14 +195,14 @@ class Leaf(Program):
         return self.function.may_write(len(self.ins))
 
     @functools.cached_property
-    def _restored(self) -> list[tuple[int, torch.dtype]]:
+    def _widened(self) -> list[tuple[int, torch.dtype]]:
         """The inputs that are given another dtype."""
-        return [(i, dtype) for i, dtype in enumerate(self.site.restored) if dtype is not None]
+        return [(i, dtype) for i, dtype in enumerate(self.site.wide) if dtype is not None]
 
     @functools.cached_property
     def _differs(self) -> bool:
         """Whether torch is always given something other than the inputs."""
-        return bool(self._restored or self._may_write)
+        return bool(self._widened or self._may_write)
 
 
 def observed(

@@ -12,10 +12,20 @@ from typing import Any
 import jax
 import torch
 
-from .._containers import children, container, is_container
 from .._dtypes import canonical_dtype, dtype_j2t
 from .._errors import OutputError, ShapeError
-from .._trees import constants, flatten, flatten_result, leaf_paths, NUMBERS, STAR, Structure
+from .._trees import (
+    children,
+    constants,
+    flatten,
+    flatten_result,
+    is_container,
+    leaf_paths,
+    NUMBERS,
+    STAR,
+    Structure,
+    with_children,
+)
 from .base import Spec, Tensors
 from .function import TorchFunction
 
@@ -144,8 +154,7 @@ def _as_declared(declared: Any, value: Any) -> Any:
         names, items = children(declared)
         found, values = children(value)
         if found == names and len(items) == len(values):
-            items = list(map(_as_declared, items, values))
-            return kind(*items) if hasattr(kind, "_fields") else container(kind, names, items)
+            return with_children(declared, list(map(_as_declared, items, values)))
     return value
 
 

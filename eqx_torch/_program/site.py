@@ -48,14 +48,15 @@ class Site:
     Attributes:
         structure: of `(args, kwargs)`.
         statics: for each leaf, the Python value, or None where an array stands.
-        restored: for each array, the torch dtype that it is given before torch sees it.
+        wide: for each array, the dtype of 64 bits that it is given before torch sees it, None if
+            it stays as it is.
         ambient: the torch settings of the thread that traced the call.
         own: the inputs that come before the arrays among the arguments, None if there are none.
     """
 
     structure: Structure
     statics: tuple[Static | None, ...]
-    restored: tuple[torch.dtype | None, ...]
+    wide: tuple[torch.dtype | None, ...]
     ambient: Ambient
     own: Own | None = None
 
@@ -64,7 +65,7 @@ class Site:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.structure, self.statics, self.restored, self.ambient, self.own))
+        return hash((self.structure, self.statics, self.wide, self.ambient, self.own))
 
     @functools.cached_property
     def num_own(self) -> int:

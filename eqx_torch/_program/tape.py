@@ -20,13 +20,14 @@ last one to be used frees their buffers as it goes, and gives back what the call
 Memory is bounded. A program may have a few graphs outstanding, the oldest of which is dropped for
 a new one; when a dropped one is asked for, its program may have twice as many. So a pullback that
 is never called costs little, one that is called again costs no more, and a scan over a hundred
-layers finds its hundred graphs from the second step on. All graphs together may hold half of the
-machine's memory.
+layers finds its hundred graphs from the second step on. All graphs on a device may hold half of its
+memory.
 """
 
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import threading
@@ -43,7 +44,6 @@ from .graph import is_users, nodes_behind
 
 FIRST_LIMIT = 8
 LAST_LIMIT = 4096
-_NONE = (None, 0)
 
 
 Guard: TypeAlias = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -132,6 +132,11 @@ class _Sized(NamedTuple):
     tape: Tape
     bytes: int
 
+    @property
+    def device(self) -> torch.device:
+        """Where it holds it."""
+        return next(iter(self.tape.inputs.values())).device
+
 
 class TapeSite:
     """The outstanding graphs of one program, oldest first, and which were dropped.
@@ -166,17 +171,21 @@ class TapeSite:
 class Tapes:
     """All outstanding graphs. Invariant: a graph is in one place, here or with its one user.
 
-    `_held` is never less than the memory that all graphs hold; more, when programs have died with
-    theirs. It is counted anew before anything is dropped for it.
+    `_held` is never less than the memory that all graphs of a device hold; more, when programs have
+    died with theirs. It is counted anew before anything is dropped for it.
+
+    Args:
+        memory: how much the graphs of a device may hold.
     """
 
-    def __init__(self, memory: int) -> None:
+    def __init__(self, memory: Callable[[torch.device], int]) -> None:
         self._lock = threading.Lock()
         self._sites: weakref.WeakKeyDictionary[Program, TapeSite] = weakref.WeakKeyDictionary()
         self._tokens = itertools.count(1)
         self.last_limit = LAST_LIMIT
         self._memory = memory
-        self._held = 0
+        self._held: collections.Counter[torch.device] = collections.Counter()
+        self._discarded: collections.deque[tuple[weakref.ref[TapeSite], int]] = collections.deque()
 
     def site(self, program: Program, behind: TapeSite | None = None) -> TapeSite:
         """Where the graphs of a program are kept."""
@@ -188,12 +197,13 @@ class Tapes:
         tokens = [next(self._tokens) & 0x7FFFFFFF for _ in range(count)]
         size = _saved_bytes(tape) if site.bytes is None else site.bytes
         tape.held.share(count - 1)
+        sized = _Sized(tape, size)
         with self._lock:
             site.bytes = size
             for token in tokens:
-                site.tapes[token] = _Sized(tape, size)
-            self._held += count * size
-            dropped = list(self._excess(site))
+                site.tapes[token] = sized
+            self._held[sized.device] += count * size
+            dropped = [*self._thrown_away(), *self._excess(site, sized.device)]
         for old in dropped:
             old.held.release()
         return tokens
@@ -201,12 +211,13 @@ class Tapes:
     def take(self, site: TapeSite, token: int, primals: Tensors, wrt: Indices) -> Tape | None:
         """The graph with this token if it is valid for these primals; it is then the caller's."""
         with self._lock:
-            tape, size = site.tapes.pop(token, _NONE)
-            if tape is None:
+            sized = site.tapes.pop(token, None)
+            if sized is None:
                 if token in site.dropped and site.limit < self.last_limit:
                     site.limit *= 2
                 return None
-            self._held -= size
+            self._held[sized.device] -= sized.bytes
+        tape = sized.tape
         here = tape.is_of(primals)
         if here and tape.inputs.keys() >= set(wrt):
             return tape
@@ -221,31 +232,70 @@ class Tapes:
             tapes = [sized.tape for sized in self._all()]
             for site in self._sites.values():
                 site.reset()
-            self._held = 0
+            self._held.clear()
         for tape in tapes:
             tape.held.release()
+
+    def clear_device(self, device: torch.device) -> None:
+        """Drops the graphs that hold memory of a device."""
+        with self._lock:
+            own = [(s, t) for s in self._sites.values() for t, x in s.tapes.items()]
+            own = [(s, t) for s, t in own if s.tapes[t].device == device]
+            tapes = [s.tapes.pop(t).tape for s, t in own]
+            del self._held[device]
+        for tape in tapes:
+            tape.held.release()
+
+    def discard(self, site: TapeSite, token: int) -> None:
+        """Drops a graph, at the latest when the next is kept.
+
+        The garbage collector may call this while the lock is held.
+        """
+        self._discarded.append((weakref.ref(site), token))
+        if self._lock.acquire(blocking=False):
+            try:
+                dropped = list(self._thrown_away())
+            finally:
+                self._lock.release()
+            for old in dropped:
+                old.held.release()
+
+    def _thrown_away(self) -> Iterator[Tape]:
+        while self._discarded:
+            reference, token = self._discarded.popleft()
+            site = reference()
+            sized = None if site is None else site.tapes.pop(token, None)
+            if sized is not None:
+                self._held[sized.device] -= sized.bytes
+                yield sized.tape
 
     def __len__(self) -> int:
         with self._lock:
             return sum(len(site.tapes) for site in self._sites.values())
 
-    def _excess(self, site: TapeSite) -> Iterator[Tape]:
-        """Takes out what is too much: the oldest of this site, then the oldest of all."""
+    def _excess(self, site: TapeSite, device: torch.device) -> Iterator[Tape]:
+        """Takes out what is too much: the oldest of this site, then the oldest of the device."""
         while len(site.tapes) > min(site.limit, self.last_limit):
             yield self._drop_oldest(site)
-        if self._held <= self._memory:
+        memory = self._memory(device)
+        if self._held[device] <= memory:
             return
-        sites = [s for s in self._sites.values() if s.tapes]
-        self._held = sum(sized.bytes for sized in self._all())
-        while self._held > self._memory and sum(len(s.tapes) for s in sites) > 1:
-            yield self._drop_oldest(min(sites, key=lambda s: next(iter(s.tapes))))
-            sites = [s for s in sites if s.tapes]
+        own = [(t, s, x) for s in self._sites.values() for t, x in s.tapes.items()]
+        own = sorted(((t, s, x) for t, s, x in own if x.device == device), key=lambda each: each[0])
+        self._held[device] = sum(sized.bytes for *_, sized in own)
+        for token, owner, _ in own[:-1]:
+            if self._held[device] <= memory:
+                return
+            yield self._drop(owner, token)
 
     def _drop_oldest(self, site: TapeSite) -> Tape:
-        token, (tape, size) = site.tapes.popitem(last=False)
+        return self._drop(site, next(iter(site.tapes)))
+
+    def _drop(self, site: TapeSite, token: int) -> Tape:
+        sized = site.tapes.pop(token)
         site.dropped.append(token)
-        self._held -= size
-        return tape
+        self._held[sized.device] -= sized.bytes
+        return sized.tape
 
     def _all(self) -> Iterator[_Sized]:
         return itertools.chain.from_iterable(s.tapes.values() for s in self._sites.values())
@@ -284,9 +334,12 @@ def _saved_tensors(node: Any) -> Iterator[torch.Tensor]:
                 yield value
 
 
-def _half_of_memory() -> int:
+@functools.cache
+def _half_of_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory // 2
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-TAPES = Tapes(_half_of_memory())
+TAPES = Tapes(_half_of_memory)
 on_clear_caches(TAPES.clear)

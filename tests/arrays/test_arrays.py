@@ -2,6 +2,7 @@ import collections
 import contextlib
 import dataclasses
 import gc
+import types
 import weakref
 
 import equinox as eqx
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.modeling_outputs import ModelOutput
 
 import eqx_torch
-from eqx_torch import ConversionError, dtype_j2t, DtypeError, j2t, t2j, tree_j2t, tree_t2j
+from eqx_torch import _arrays, ConversionError, dtype_j2t, DtypeError, j2t, t2j, tree_j2t, tree_t2j
 from eqx_torch._trees import flatten
 
 from ..helpers import assert_trees_equal, to_numpy
@@ -529,3 +530,19 @@ def test_tree_errors_name_the_leaf():
 
 def test_size_is_torch_size():
     assert eqx_torch.Size is torch.Size
+
+
+def test_the_gpu_of_a_tensor_is_found_where_jax_has_some_of_them(monkeypatch):
+    """By torch's number, which is not the position among JAX's devices."""
+
+    class OnGpu:
+        is_cuda, device = True, "cuda:3"
+
+        def __init__(self, index):
+            self.get_device = lambda: index
+
+    gpus = [types.SimpleNamespace(local_hardware_id=i) for i in (1, 3)]
+    monkeypatch.setattr(jax, "local_devices", lambda backend: gpus)
+    assert _arrays._jax_device(OnGpu(3)) is gpus[1]
+    with pytest.raises(ConversionError, match="not among the GPUs that JAX has"):
+        _arrays._jax_device(OnGpu(0))

@@ -11,8 +11,8 @@ import torch
 from jax.sharding import PartitionSpec as P
 from transformers.modeling_outputs import BaseModelOutput
 
-from eqx_torch import from_torch, torch2jax
-from eqx_torch._trees import flatten, leaf_paths, map_leaves
+from eqx_torch import from_torch, InputError, torch2jax
+from eqx_torch._trees import flatten, leaf_paths
 
 from ..helpers import assert_trees_equal
 
@@ -67,7 +67,7 @@ def test_round_trip(tree):
     assert type(rebuilt) is type(tree)
     again = flatten(rebuilt)[1]
     assert (again, hash(again)) == (structure, hash(structure))
-    doubled = map_leaves(lambda x: (x, x), tree)
+    doubled = structure.unflatten([(x, x) for x in leaves])
     assert flatten(doubled)[1].num_leaves == 2 * structure.num_leaves
 
 
@@ -260,3 +260,17 @@ def test_masks_and_specs_reach_the_leaves_of_any_dict():
         assert jax.typeof(y["a"]).sharding.spec == P("y", "x")
         assert jax.typeof(y["b"]).sharding.spec == P("x", "y")
         assert y["name"] == "n"
+
+
+def test_masks_and_specs_reach_the_leaves_of_dataclasses():
+    f = torch2jax(lambda d: d.x * d.y, nondiff_mask=(Plain(True, False),))
+    gradients = jax.grad(lambda x, y: f(Plain(x, y)), (0, 1))(jnp.float32(2), jnp.float32(3))
+    assert_trees_equal(gradients, (jnp.float32(0), jnp.float32(2)))
+    g = torch2jax(lambda d: d.x * d.y, nondiff_mask=(Pair(True, False),))
+    with pytest.raises(InputError, match="is not a prefix of its 1 positional arguments"):
+        g(Plain(jnp.float32(2), jnp.float32(3)))
+    with jax.set_mesh(jax.make_mesh((2, 2), ("x", "y"))):
+        x = jax.device_put(jnp.ones((4, 4)), P("x", "y"))
+        y = torch2jax(lambda x: Plain(x, x.T), out_specs=Plain(P("x", "y"), P("y", "x")))(x)
+        assert jax.typeof(y.x).sharding.spec == P("x", "y")
+        assert jax.typeof(y.y).sharding.spec == P("y", "x")

@@ -68,6 +68,38 @@ def with_jit(task: Task, *, backend: str | None = None) -> Step:
     return _carrying(jax.jit(update, donate_argnums=0), carry, t2j(x), t2j(target))
 
 
+def with_loss_in_torch(task: Task) -> Step:
+    """As `with_jit`, but torch computes the loss too, so that it comes with its gradient.
+
+    For networks without buffers.
+    """
+    module, x, target = task.start()
+    params, static = eqx.partition(from_torch(_Loss(module, task)), eqx.is_inexact_array)
+    optimizer = optax.adam(RATE)
+
+    def loss_of(params, x, target):
+        return eqx.combine(params, static)(x, target)
+
+    def update(carry, x, target):
+        params, opt_state = carry
+        loss, grads = jax.value_and_grad(loss_of)(params, x, target)
+        updates, opt_state = optimizer.update(grads, opt_state)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    carry = params, optimizer.init(params)
+    return _carrying(jax.jit(update, donate_argnums=0), carry, t2j(x), t2j(target))
+
+
+class _Loss(torch.nn.Module):
+    def __init__(self, module: torch.nn.Module, task: Task) -> None:
+        super().__init__()
+        self.module = module
+        self.loss = task.torch_loss
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.module(x), target)
+
+
 def with_filter_jit(task: Task) -> Step:
     """This library as in its README: the model itself is an argument of `eqx.filter_jit`."""
     module, x, target = task.start()

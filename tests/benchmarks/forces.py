@@ -1,11 +1,12 @@
-"""Forces, products with Hessians and training on forces, against torch and `torch.func`.
+"""Forces, products with Hessians and training on forces and energies, against torch.
 
 `python -m tests.benchmarks.forces` takes a potential in torch, the energy of atoms by a network of
 all distances, and computes in JAX and in torch: the forces; the product of a Hessian with a
-vector; the gradient of a loss of the forces by the parameters (for one structure, and for a batch
-of them, by `jax.vmap` against `torch.func.vmap`); and that of a loss of what a few steps of
-dynamics end at, by a `lax.scan` against a loop. All give the same, which is checked first. Times
-are of the processor, so that they compare on a machine that others use too. torch has one thread.
+vector; the gradient of a loss of the forces by the parameters (for one structure, with the energy
+and without, and for a batch of them, by `jax.vmap` against `torch.func.vmap`); and that of a loss
+of what a few steps of dynamics end at, by a `lax.scan` against a loop. All give the same, which is
+checked first. Times are of the processor, so that they compare on a machine that others use too.
+torch has one thread.
 """
 
 import argparse
@@ -93,6 +94,13 @@ def in_torch(case: Case) -> dict[str, Call]:
         loss = ((forces(leaves, x, True) - target) ** 2).mean()
         return torch.autograd.grad(loss, list(leaves.values()))
 
+    def with_energy() -> Any:
+        at = x.clone().requires_grad_()
+        e = energy(leaves, at)
+        (slope,) = torch.autograd.grad(e, at, create_graph=True)
+        loss = e**2 + ((-slope - target) ** 2).mean()
+        return torch.autograd.grad(loss, list(leaves.values()))
+
     def batched(of: Params) -> torch.Tensor:
         return ((-vmap(grad(energy, 1), (None, 0))(of, xs) - targets) ** 2).mean()
 
@@ -107,6 +115,7 @@ def in_torch(case: Case) -> dict[str, Call]:
         "forces": lambda: forces(params, x, False),
         "Hessian product": product,
         "force training": training,
+        "energy and force training": with_energy,
         "force training, vmapped": lambda: tuple(grad(batched)(params).values()),
         "training on dynamics": dynamics,
     }
@@ -125,6 +134,10 @@ def in_jax(case: Case) -> dict[str, Call]:
 
     def loss(params: Any) -> jax.Array:
         return ((forces(params, x) - target) ** 2).mean()
+
+    def with_energy(params: Any) -> jax.Array:
+        e, slope = jax.value_and_grad(potential, 1)(params, x)
+        return e**2 + ((-slope - target) ** 2).mean()
 
     def batched(params: Any) -> jax.Array:
         return ((jax.vmap(forces, (None, 0))(params, xs) - targets) ** 2).mean()
@@ -145,6 +158,7 @@ def in_jax(case: Case) -> dict[str, Call]:
         "forces": functools.partial(jax.jit(forces), params, x),
         "Hessian product": functools.partial(jax.jit(product), x),
         "force training": on_params(loss),
+        "energy and force training": on_params(with_energy),
         "force training, vmapped": on_params(batched),
         "training on dynamics": on_params(dynamics),
     }
@@ -160,6 +174,7 @@ AIMS = {
     "forces": 1.15,
     "Hessian product": 1.2,
     "force training": 1.15,
+    "energy and force training": 1.15,
     "force training, vmapped": 1.3,
     "training on dynamics": 1.3,
 }

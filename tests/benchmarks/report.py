@@ -1,8 +1,9 @@
-"""Writes the tables of the benchmarks into `docs/performance.md`.
+"""Writes the tables of the benchmarks into `docs/benchmarks.md`.
 
 `python -m tests.benchmarks.report` replaces what stands between `<!-- table NAME -->` and
 `<!-- end -->` by the rows of `out/NAME.json`, with the versions and the machine they come from. A
-table whose file is missing stays as it is, and is named.
+table whose file is missing stays as it is, and is named. What was aimed at, the columns "at most"
+and "at least", the page says in words.
 """
 
 import json
@@ -13,13 +14,17 @@ from typing import Any
 from .harness import OUT, table
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 _BLOCK = re.compile(r"<!-- table (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def block(name: str, result: dict[str, Any]) -> str:
     """The marked block of one benchmark."""
-    return f"<!-- table {name} -->\n{table(result['rows'])}\n\n{origin(result)}\n<!-- end -->"
+    rows = [
+        {column: cell for column, cell in row.items() if column not in ("at most", "at least")}
+        for row in result["rows"]
+    ]
+    return f"<!-- table {name} -->\n{table(rows)}\n\n{origin(result)}\n<!-- end -->"
 
 
 def origin(result: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """What this library and its neighbours can do, tried.
 
 `python -m tests.docs.features LIBRARY` tries each feature with one of `eqx_torch`,
-`wrap_torch2jax`, `torchax` and `pure_callback`, and compares with the table that the README shows.
-The neighbours are not dependencies: install the one that is to be tried.
+`wrap_torch2jax`, `torch_jax_interop`, `torchax` and `pure_callback`, and compares with the table
+that the README shows. The neighbours are not dependencies: install the one that is to be tried.
 `python -m tests.docs.features` prints the table.
 
 Each feature is a function of a `Library`, which fails or raises if the library does not have it.
@@ -51,6 +51,25 @@ def wrap_torch2jax() -> Library:
     return Library(torch2jax, (("out_specs", P("x")),))
 
 
+def torch_jax_interop() -> Library:
+    """`torch_jax_interop`, whose derivatives and jit are for modules."""
+    from torch_jax_interop import torch_to_jax
+
+    class Function(torch.nn.Module):
+        def __init__(self, fn: Callable[..., Any]) -> None:
+            super().__init__()
+            self.fn = fn
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.fn(*args, **kwargs)
+
+    def wrap(fn: Callable[..., Any], *examples: Any, **_: Any) -> Callable[..., Any]:
+        apply, params = torch_to_jax(Function(fn), example_output=fn(*examples))
+        return lambda *args, **kwargs: apply(params, *args, **kwargs)
+
+    return Library(wrap)
+
+
 def torchax() -> Library:
     """torchax, which traces torch code into JAX operations."""
     from torchax import interop
@@ -77,7 +96,9 @@ def pure_callback() -> Library:
     return Library(wrap)
 
 
-LIBRARIES = {f.__name__: f for f in (eqx_torch, wrap_torch2jax, torchax, pure_callback)}
+LIBRARIES = {
+    f.__name__: f for f in (eqx_torch, wrap_torch2jax, torch_jax_interop, torchax, pure_callback)
+}
 
 
 def runs_under_jit(library: Library) -> None:
@@ -86,7 +107,7 @@ def runs_under_jit(library: Library) -> None:
     assert jnp.allclose(jax.jit(f)(x), jnp.sin(x), atol=1e-6)
 
 
-def finds_out_shapes(library: Library) -> None:
+def infers_shapes(library: Library) -> None:
     assert library.wrap is not pure_callback
     f = library.wrap(lambda x: x.repeat(2), torch.zeros(4))
     assert jax.eval_shape(f, jnp.zeros(5)).shape == (10,)
@@ -208,21 +229,24 @@ class Feature(NamedTuple):
     had_by: set[str]
 
 
-OURS, THEIRS, TRACED, HOST = "eqx_torch", "wrap_torch2jax", "torchax", "pure_callback"
+OURS, THEIRS, INTEROP = "eqx_torch", "wrap_torch2jax", "torch_jax_interop"
+TRACED, HOST = "torchax", "pure_callback"
 FEATURES = [
-    Feature("runs under `jax.jit`", runs_under_jit, {OURS, THEIRS, TRACED, HOST}),
-    Feature("finds out the shapes of results", finds_out_shapes, {OURS, THEIRS, TRACED}),
-    Feature("torch code may branch on values", branches_on_values, {OURS, THEIRS, HOST}),
-    Feature("`jax.grad`", gradient, {OURS, THEIRS, TRACED}),
+    Feature("runs under `jax.jit`", runs_under_jit, {OURS, THEIRS, TRACED, HOST, INTEROP}),
+    Feature("infers the shapes of results", infers_shapes, {OURS, THEIRS, TRACED}),
+    Feature("torch code may branch on values", branches_on_values, {OURS, THEIRS, HOST, INTEROP}),
+    Feature("`jax.grad`", gradient, {OURS, THEIRS, TRACED, INTEROP}),
     Feature("`jax.jvp`", forward_mode, {OURS, TRACED}),
     Feature("`jax.hessian`", hessian, {OURS, TRACED}),
     Feature("third derivatives", third_derivative, {OURS, TRACED}),
     Feature("uses the `backward` of `autograd.Function`", custom_backward, {OURS, THEIRS}),
-    Feature("one forward a training step", forward_once_per_step, {OURS, TRACED}),
+    Feature("one forward per training step", forward_once_per_step, {OURS, TRACED}),
     Feature("complex gradients are JAX's", complex_gradient, {OURS, TRACED}),
-    Feature("`jax.vmap` is one batched call", one_call_under_vmap, {OURS, TRACED}),
+    Feature("`jax.vmap` is one batched call", one_call_under_vmap, {OURS, TRACED, INTEROP}),
     Feature("strings and keywords as arguments", keywords_and_strings, {OURS, TRACED}),
-    Feature("arguments are never overwritten", inputs_are_never_written, {OURS, TRACED, HOST}),
+    Feature(
+        "arguments are never overwritten", inputs_are_never_written, {OURS, TRACED, HOST, INTEROP}
+    ),
     Feature("sharded arrays stay sharded", stays_sharded, {OURS, THEIRS, TRACED}),
     Feature("`jax.export`, TPUs", exports, {TRACED}),
 ]

@@ -90,3 +90,28 @@ def test_doctests_become_blocks():
     block = "    >>> x = (\n    ...     1,\n    ... )\n    >>> x\n    (1,)\n"
     expected = f"Text.\n\n!!! example\n\n    ```pycon\n{block}    ```\n"
     assert fenced(text) == expected
+
+
+GUIDES = re.findall(r"^ +- .*: (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+OF_NO_NAME = {  # guides about more than single functions
+    "index.md",
+    "installation.md",
+    "moving.md",
+    "benchmarks.md",
+    "guarantees.md",
+    "limitations.md",
+    "torch_map.md",
+    "equinox_map.md",
+    "changelog.md",
+    "architecture.md",
+}
+
+
+@pytest.mark.parametrize("guide", sorted(set(GUIDES) - OF_NO_NAME))
+def test_guides_link_to_the_reference(guide):
+    assert re.search(r"\]\(api/\w+\.md", (ROOT / "docs" / guide).read_text())
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "api").glob("*.md")), ids=lambda p: p.stem)
+def test_the_reference_links_to_guides(page):
+    assert re.search(r"\]\(\.\./\w+\.md", page.read_text())

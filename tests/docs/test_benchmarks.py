@@ -23,6 +23,7 @@ from ..benchmarks import (
     harness,
     memory,
     models,
+    parameters,
     report,
     startup,
     trace,
@@ -208,6 +209,14 @@ def test_forces(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_parameters(tmp_path, capsys, promoting):
+    result = parameters.run([1], SHORT, tmp_path)
+    assert len(result["rows"]) == 5
+    for row in result["rows"]:
+        assert_figures(row, "us", "compared with, us", "ratio")
+    assert_written(result, tmp_path, capsys)
+
+
 def test_devices(tmp_path, capsys):
     case = devices.Case("MLP", lambda: devices.mlp(8), (4, 8))
     result = devices.run([case], SHORT, tmp_path)

@@ -3,6 +3,7 @@
 `digits.py` and `readme.py` are tested with what they are about.
 """
 
+import ast
 import json
 import os
 import subprocess
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from docs import notebooks
+
 from ..helpers.run_blocks import included
 
 
@@ -19,8 +22,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(name: str, **settings: Any) -> dict[str, Any]:
-    """What the `main` of an example returns; it also has to print, and to show its progress."""
+    """What the `main` of an example returns; it also has to print, and no progress bar."""
     program = f"""
+import ast
 import json
 from pathlib import *  # the settings may hold a path
 
@@ -39,7 +43,7 @@ print(json.dumps(main(**{settings})))
     assert done.returncode == 0, done.stderr
     *printed, figures = done.stdout.strip().splitlines()
     assert printed
-    assert "100%|" in done.stderr
+    assert "it/s" not in done.stderr  # is no terminal
     return json.loads(figures)
 
 
@@ -163,3 +167,45 @@ def test_every_page_of_an_example_includes_it():
     assert pages
     for name, text in pages.items():
         assert included(text) == [f"examples/{name}.py"]
+
+
+@pytest.mark.parametrize("name", sorted(notebooks.SCRIPTS))
+def test_notebooks_are_made_of_the_scripts(name):
+    script = notebooks.SCRIPTS[name].read_text()
+    first, *cells = notebooks.notebook(script).cells
+    assert first.cell_type == "markdown"
+    assert first.source.startswith("# ")
+    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    wanted = ast.parse(script)
+    made = ast.parse(code).body[: len(wanted.body) - 1]  # all of it but the docstring
+    assert [ast.dump(node) for node in made] == [ast.dump(node) for node in wanted.body[1:]]
+
+
+@pytest.mark.slow
+def test_a_notebook_runs_cell_by_cell(tmp_path):
+    cells = notebooks.notebook(notebooks.SCRIPTS["patching"].read_text()).cells
+    sources = [cell.source for cell in cells if cell.cell_type == "code"]
+    sources = [s.replace("    main()", "    main(steps=3)") for s in sources]
+    program = f"""
+import sys, types
+
+ipython = types.ModuleType("IPython")  # what a notebook has of it
+ipython.version_info, ipython.get_ipython = (9, 0), lambda: None
+ipython.display = types.ModuleType("IPython.display")
+ipython.display.Image = lambda path: print("shown:", path)
+sys.modules |= {{"IPython": ipython, "IPython.display": ipython.display}}
+namespace = {{"__name__": "__main__"}}
+for source in {sources}:
+    exec(source, namespace)
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "shown: examples/out/patching.png" in done.stdout
+    assert (tmp_path / "examples" / "out" / "patching.png").exists()

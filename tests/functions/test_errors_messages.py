@@ -345,6 +345,15 @@ def test_random_numbers_of_torchs_own():
         jax.eval_shape(f, X)
 
 
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: lambda x: m(x)])
+def test_buffers_of_a_module_that_was_not_converted(wrap):
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    with pytest.warns(UserWarning, match="changes the buffers 1.running_mean, .* are state"):
+        torch2jax(wrap(module))(jnp.ones((2, 3)))
+    expected = module.eval()(torch.ones(2, 3)).detach()
+    assert_trees_equal(torch2jax(wrap(module))(jnp.ones((2, 3))), expected, rtol=1e-5)
+
+
 def test_a_mistake_that_no_values_are_needed_for_gets_no_advice_on_values():
     with pytest.raises(ShapeError) as info:
         torch2jax(lambda x: x @ torch.ones(7))(X)

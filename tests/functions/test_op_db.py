@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 from eqx_torch import tree_t2j
 from eqx_torch._dtypes import canonical_dtype
@@ -28,6 +27,7 @@ from ..helpers.operators import (
     inexact_leaves,
     normal_like,
     OPERATORS,
+    tree_leaves,
 )
 from ..helpers.sets import sampled
 

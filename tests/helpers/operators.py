@@ -11,10 +11,11 @@ import jax
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from eqx_torch import dtype_j2t, t2j, torch2jax
 from eqx_torch._dtypes import canonical_dtype, is_inexact
+from eqx_torch._trees import flatten
 from eqx_torch._watch import Watch
 
 
@@ -160,6 +161,11 @@ def cases(name: str) -> list[Case]:
         torch.manual_seed(0)
         samples = op.sample_inputs("cpu", dtype, requires_grad=requires_grad)
         return [Case(op, sample) for sample in itertools.islice(samples, _SAMPLES)]
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """The leaves of what an operator returns, in torch or in JAX."""
+    return flatten(tree)[0]
 
 
 def inexact_leaves(tree: Any) -> list[Any]:

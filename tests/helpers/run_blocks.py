@@ -2,7 +2,8 @@
 
 `python -m tests.helpers.run_blocks README.md`, which leaves behind no file that a block writes. A
 traceback shows the lines of the Markdown file. A block that includes a file
-(`--8<-- "examples/digits.py"`) is left to the test of that file.
+(`--8<-- "examples/digits.py"`) is left to the test of that file. The sections of a page of recipes
+(`docs/recipes/`) see what stands above the first of them, and nothing of each other.
 """
 
 import contextlib
@@ -33,9 +34,17 @@ def _dedented(block: str, indent: str) -> str:
 
 def run(path: Path) -> None:
     """Executes the blocks of a file."""
-    namespace = {"__name__": path.stem}
-    for line, block in blocks(path.read_text()):
-        exec(compile("\n" * line + block, str(path), "exec"), namespace)
+    text = path.read_text()
+    parts = [text]
+    if path.parent.name == "recipes":
+        parts = re.split("^(?=## )", text, flags=re.MULTILINE)
+    shared = {"__name__": path.stem}
+    start = 0
+    for part in parts:
+        namespace = dict(shared) if start else shared
+        for line, block in blocks(part):
+            exec(compile("\n" * (start + line) + block, str(path), "exec"), namespace)
+        start += part.count("\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from eqx_torch._torch_calls import TorchCall
+from eqx_torch._timeline import TorchCall
 
 
 def energy(x):

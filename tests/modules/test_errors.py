@@ -144,7 +144,7 @@ STATE_MESSAGE = (
     "torch's `forward`. Write `state=state`, as in `y, state = model(x, state=state)`."
 )
 KEY_MESSAGE = (
-    "`Net` got a key of JAX's as {}, but what is not passed as `state=` or `key=` is for torch's "
+    "`Net` got a JAX key as {}, but what is not passed as `state=` or `key=` is for torch's "
     "`forward`. Write `key=key`, as in `y = model(x, key=key)`."
 )
 CALLS = {
@@ -168,7 +168,7 @@ def test_states_and_keys_among_the_arguments_of_torch(call, message, where, jit)
     assert str(info.value) == message.format(where)
 
 
-NO_KEY = "`key=` of `Dropout` is {}, but takes a key of JAX's: `key=jax.random.key(0)`."
+NO_KEY = "`key=` of `Dropout` is {}, but takes a JAX key: `key=jax.random.key(0)`."
 KEYS = (
     "`key=` of `Dropout` is an array of keys, of shape {}, but a call draws from one key: "
     "`key=keys[0]`. To call it with each of them, "

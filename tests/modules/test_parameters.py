@@ -559,3 +559,119 @@ def test_data_parallel_without_gpus(x):
     if torch.cuda.is_available():
         pytest.skip("DataParallel splits batches over GPUs")
     assert_trains_as_in_torch(torch.nn.DataParallel(torch.nn.Linear(3, 2)), x)
+
+
+class Penalised(torch.nn.Module):
+    """Asks its parameters whether they require gradients, as penalties and branches do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return self.layer(x).square().mean() + 0.1 * sum(p.square().sum() for p in trained)
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_parameters_require_gradients_in_every_call(declared, x):
+    """Whether a call is differentiated, and by what, is nothing that code can see of them."""
+    module = Penalised()
+    shapes = jax.ShapeDtypeStruct((), jnp.float32) if declared else None
+    model = from_torch(module, output_shapes=shapes)
+    expected, a = module(x).detach(), t2j(x)
+    assert_trees_equal(model(a), expected, rtol=1e-6)
+    assert_trees_equal(eqx.filter_jit(model)(a), expected, rtol=1e-6)
+    assert_trees_equal(jax.value_and_grad(lambda a: model(a))(a)[0], expected, rtol=1e-6)
+    of_bias = lambda m: m.params["layer.bias"]  # noqa: E731
+    bias, rest = eqx.partition(
+        model, eqx.tree_at(of_bias, jax.tree.map(lambda _: False, model), True)
+    )
+    of_part = lambda b: eqx.combine(b, rest)(a)  # noqa: E731
+    assert_trees_equal(eqx.filter_value_and_grad(of_part)(bias)[0], expected, rtol=1e-6)
+    _, tangent = jax.jvp(lambda a: model(a), (a,), (a,))
+    assert_trees_equal(tangent, torch.func.jvp(module, (x,), (x,))[1].detach(), rtol=1e-5)
+    (module(x) ** 2).backward()
+    value, grads = eqx.filter_value_and_grad(lambda m: eqx.filter_checkpoint(m)(a) ** 2)(model)
+    assert_trees_equal(value, expected**2, rtol=1e-6)
+    assert_trees_equal(grads.params["layer.bias"], module.layer.bias.grad, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:torch.func.vmap cannot batch")
+def test_a_batch_of_parameters_that_are_asked_for_gradients(x):
+    module = Penalised()
+    expected = torch.stack([module(row) for row in x]).detach()
+    assert_trees_equal(jax.vmap(from_torch(module))(t2j(x)), expected, rtol=1e-6)
+
+
+def test_a_frozen_parameter_that_is_asked_stays_frozen_or_is_refused(x):
+    module = Penalised()
+    module.layer.weight.requires_grad_(False)
+    model = from_torch(module)
+    assert_trees_equal(model(t2j(x)), module(x).detach(), rtol=1e-6)
+    trained, frozen = eqx.partition(model, trainable(model))
+    loss = lambda trained: eqx.combine(trained, frozen)(t2j(x))  # noqa: E731
+    module(x).backward()
+    grads = eqx.filter_grad(loss)(trained)
+    assert_trees_equal(grads.params["layer.bias"], module.layer.bias.grad, rtol=1e-5)
+    with pytest.raises(Exception, match="`Penalised` asks whether .* layer.weight was frozen"):
+        jax.block_until_ready(eqx.filter_grad(lambda m: m(t2j(x)))(model))
+
+
+class OnlyIfParameter(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+
+    def forward(self, x):
+        assert isinstance(self.w, torch.nn.Parameter)
+        known = all(isinstance(p, torch.nn.Parameter) for p in self._parameters.values())
+        return x * self.w if known else x
+
+
+def test_parameters_are_parameters_in_every_call(x):
+    module = OnlyIfParameter()
+    model, a = from_torch(module), t2j(x)
+    expected = module(x).detach()
+    assert_trees_equal(model(a), expected)
+    assert_trees_equal(eqx.filter_jit(jax.vmap(lambda a: model(a)))(a), expected)
+    value, grads = eqx.filter_value_and_grad(lambda m: m(a).sum())(model)
+    assert_trees_equal(value, expected.sum())
+    assert_trees_equal(grads.params["w"], x.sum(0))
+    assert_trees_equal(jax.jvp(lambda a: model(a), (a,), (a,)), (expected, expected))
+
+
+def _holding(what: Any) -> torch.nn.Module:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3))
+    module.held = what(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    {
+        "parameter as key": (lambda m: {m[0].weight: 5.0}, r"`held` has `0.weight`, or its `id`"),
+        "its id": (lambda m: [{id(m[0].bias): 5.0}], r"`held\[0\]` has `0.bias`, or its `id`"),
+        "id of a layer": (lambda m: {id(m[0]): 5.0}, "`held` has `0`, or its `id`"),
+        "NumPy": (lambda m: m[0].weight.detach().numpy(), "`ndarray`, is the memory of `0.weight`"),
+        "view": (lambda m: m[0].weight.detach().numpy()[1:, 1], "is the memory of `0.weight`"),
+        "storage": (lambda m: m[0].weight.untyped_storage(), "is the memory of `0.weight`"),
+    }.values(),
+)
+def test_what_would_stay_with_the_original_s_parameters_is_refused(what, message):
+    with pytest.raises(ModuleError, match=message):
+        from_torch(_holding(what))
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda m: {7: 5.0, "0.weight": 5.0},
+        lambda m: {m[0]: 5.0},
+        lambda m: m[0].weight.detach().numpy().copy(),
+        lambda m: np.array([None, m.training]),
+    ],
+)
+def test_what_follows_calls_or_needs_not_is_taken(what, x):
+    module = _holding(what)
+    assert_trees_equal(from_torch(module)(t2j(x)), module(x).detach(), rtol=1e-6)

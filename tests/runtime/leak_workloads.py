@@ -99,6 +99,22 @@ def _force_training() -> Step:
     return lambda i: f(_X, _X)
 
 
+def _energy_and_force_training() -> Step:
+    energy = torch2jax(lambda w, x: _curved(w * x).sum())
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        value, gradient = jax.value_and_grad(energy, 1)(w, x)
+        return value + (gradient**2).sum()
+
+    f = jax.jit(jax.grad(loss))
+    return lambda i: f(_X, _X)
+
+
+def _dropped_pullbacks_of_gradients() -> Step:
+    f = torch2jax(lambda x: _curved(x).sum())
+    return lambda i: jax.vjp(jax.grad(f), _X)[0]
+
+
 def _dropped_pullbacks_of_pullbacks() -> Step:
     f = torch2jax(_curved)
     return lambda i: jax.vjp(jax.grad(_summed(f)), _X)[0]
@@ -214,8 +230,10 @@ WORKLOADS: dict[str, Callable[[], Step]] = {
     "gradients": _gradients,
     "eager gradients": _eager_gradients,
     "force training": _force_training,
+    "energy and force training": _energy_and_force_training,
     "dropped pullbacks": _dropped_pullbacks,
     "dropped pullbacks of pullbacks": _dropped_pullbacks_of_pullbacks,
+    "dropped pullbacks of gradients": _dropped_pullbacks_of_gradients,
     "dropped pullbacks of jit": _dropped_pullbacks_of_jit,
     "dropped pullbacks of a module": _dropped_pullbacks_of_module,
     "vmap": _vmap,

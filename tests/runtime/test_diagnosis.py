@@ -48,9 +48,10 @@ HEALTHY = {
     "as many threads as cores": changed(LAPTOP, jax_devices=(4, "cpu"), torch_threads=2),
     "one thread on one core": changed(LAPTOP, cores=1, torch_threads=1),
     "a GPU without preallocation": GPU,
-    "a GPU with the platform's allocator": changed(
-        GPU, {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+    "a GPU with an allocator of CUDA's": changed(
+        GPU, {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}
     ),
+    "a GPU with virtual addresses": changed(GPU, {"XLA_PYTHON_CLIENT_ALLOCATOR": "VMM"}),
     "a GPU of which JAX takes half": changed(GPU, {"XLA_CLIENT_MEM_FRACTION": ".5"}),
     "the same by the older name": changed(GPU, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}),
     "many torch threads beside a GPU": changed(GPU, jax_devices=(8, "H200"), torch_threads=64),
@@ -64,6 +65,18 @@ HEALTHY = {
 def test_healthy_machines_have_no_findings(facts):
     assert diagnose(facts) == []
     assert report(facts, []).endswith("What looks wrong\n  nothing")
+
+
+@pytest.mark.parametrize(
+    ("facts", "row"),
+    [
+        (changed(GPU, {"XLA_CLIENT_MEM_FRACTION": ".5"}), "69.5 GiB for JAX from the start, 69.5"),
+        (GPU, "both take it as they need it"),
+    ],
+)
+def test_the_shares_of_a_gpus_memory_are_printed(facts, row):
+    assert f"memory of a GPU  {row}" in report(facts, [])
+    assert "memory of a GPU" not in report(LAPTOP, [])
 
 
 # Facts, what is said of them, and what is to be set.
@@ -115,8 +128,19 @@ WRONG = {
     ),
     "preallocation": (
         changed(GPU, {}),
-        "JAX takes 75% of a GPU's memory",
+        "JAX takes 75% of a GPU's memory when it starts (104.2 GiB), and torch allocates from the "
+        "rest (34.8 GiB)",
         "XLA_PYTHON_CLIENT_PREALLOCATE=false",
+    ),
+    "the platform's allocator": (
+        changed(GPU, {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}),
+        "the platform's allocator",
+        "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async",
+    ),
+    "two names of one fraction": (
+        changed(GPU, {"XLA_CLIENT_MEM_FRACTION": ".4", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}),
+        "are both set",
+        "Unset XLA_PYTHON_CLIENT_MEM_FRACTION",
     ),
     "preallocation of a fraction": (
         changed(GPU, {"XLA_CLIENT_MEM_FRACTION": "0.9"}),
@@ -135,17 +159,17 @@ WRONG = {
     ),
     "threads": (
         changed(LAPTOP, jax_devices=(8, "cpu")),
-        "8 CPU devices with 8 torch threads each are 64 threads on 8 cores",
+        "8 CPU device(s), each with 8 torch threads: 64 threads on 8 core(s).",
         "`torch.set_num_threads(1)` when the program starts, or set OMP_NUM_THREADS=1",
     ),
     "threads of which some fit": (
         changed(LAPTOP, jax_devices=(3, "cpu")),
-        "3 CPU devices with 8 torch threads each are 24 threads on 8 cores",
+        "3 CPU device(s), each with 8 torch threads: 24 threads on 8 core(s).",
         "`torch.set_num_threads(2)`",
     ),
     "threads of one device": (
         changed(LAPTOP, cores=1, torch_threads=64),
-        "1 CPU device with 64 torch threads each are 64 threads on 1 core.",
+        "1 CPU device(s), each with 64 torch threads: 64 threads on 1 core(s).",
         "OMP_NUM_THREADS=1",
     ),
 }
@@ -203,7 +227,7 @@ def test_a_process_with_nothing_wrong():
 def test_a_process_with_too_many_threads():
     done = run(JAX_PLATFORMS="cpu", OMP_NUM_THREADS=f"{os.cpu_count()}", JAX_NUM_CPU_DEVICES="8")
     assert done.returncode == 1, done.stderr
-    assert f"8 CPU devices with {os.cpu_count()} torch threads each" in done.stdout
+    assert f"8 CPU device(s), each with {os.cpu_count()} torch threads" in done.stdout
     assert "torch.set_num_threads(1)" in done.stdout
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from eqx_torch import torch2jax
-from eqx_torch._module.rng import seeded
-from eqx_torch._program import EXCLUSIVE, forward
+from eqx_torch._module import rng
+from eqx_torch._module.rng import resumed, seeded
+from eqx_torch._program import EXCLUSIVE, exclusive, forward
 from eqx_torch._program.exclusive import settle
 
 from ..helpers import assert_trees_equal
@@ -38,7 +39,7 @@ def is_held():
 def test_only_one_of_several_gpus_is_waited_for(monkeypatch, device, count, expected):
     cuda = SimulatedCuda()
     streams = lambda device: cuda.current_stream(device.index)  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(exclusive, "local_gpus", lambda: count)
     monkeypatch.setattr(torch.cuda, "current_stream", streams)
     settle(torch.device(device))
     assert cuda.synchronized == expected
@@ -100,3 +101,14 @@ def test_on_a_cpu_a_key_takes_no_lock():
     while ends:
         ends.pop()()
     assert held == [False] * 3
+
+
+def test_a_backward_that_may_seed_again_lets_its_device_finish_before_it_takes_the_lock(
+    monkeypatch,
+):
+    held = []
+    monkeypatch.setattr(rng, "settle", lambda device: held.append((device.type, is_held())))
+    for device in ("cuda", "cpu"):
+        with resumed(torch.Generator(), torch.device(device)):
+            held.append(is_held())
+    assert held == [("cuda", False), True, ("cpu", False), False]

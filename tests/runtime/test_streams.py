@@ -356,3 +356,14 @@ def test_torch_and_the_stand_in_have_the_interface(protocol, name):
     for owner in (torch.cuda, SimulatedCuda()) if protocol is Cuda else (torch.cuda.Stream,):
         itself = () if protocol is Cuda else ("self",)
         inspect.signature(getattr(owner, name)).bind(*itself, *arguments)
+
+
+@pytest.mark.parametrize(("lock", "gpus", "waits"), [(True, 2, 1), (True, 1, 0), (False, 2, 0)])
+def test_a_locked_call_on_one_of_several_gpus_waits_before_it_takes_the_lock(
+    cuda, on_gpu, monkeypatch, lock, gpus, waits
+):
+    """The program may be on one device: other programs have others."""
+    monkeypatch.setattr(runtime, "local_gpus", lambda: gpus)
+    x = jnp.arange(3.0)
+    on_gpu(torch2jax(torch.sin, output_shapes=x, lock=lock), x)
+    assert len(cuda.synchronized) == waits

@@ -16,7 +16,7 @@ import torch
 from jax.sharding import PartitionSpec as P
 
 from eqx_torch import from_torch, timeline, torch2jax
-from eqx_torch._torch_calls import ACTIVE, by_lane, overlap
+from eqx_torch._timeline import ACTIVE, by_lane, overlap
 
 from ..helpers import assert_trees_equal
 from ..helpers.meshes import explicit_mesh, put
@@ -78,12 +78,14 @@ def test_core_time_is_the_time_on_a_core():
     ("transform", "expected"),
     [
         (lambda f: f, ["forward"]),
-        (jax.grad, ["forward", "backward"]),
+        (jax.grad, ["gradient"]),
+        (lambda f: jax.grad(lambda x: (f(x) * x).sum()), ["gradient"]),
+        (lambda f: lambda x: jax.vjp(jax.vmap(f), x[None])[1](x[:1]), ["forward", "backward"]),
         (lambda f: lambda x: jax.jvp(f, (x,), (x,)), ["forward", "tangent"]),
         (lambda f: lambda x: jax.vmap(f)(x[None]), ["forward"]),
-        (lambda f: lambda x: jax.vmap(jax.grad(f))(x[None]), ["forward", "backward"]),
+        (lambda f: lambda x: jax.vmap(jax.grad(f))(x[None]), ["gradient"]),
     ],
-    ids=["call", "grad", "jvp", "vmap", "vmap of grad"],
+    ids=["call", "grad", "grad of more", "vjp of vmap", "jvp", "vmap", "vmap of grad"],
 )
 def test_kinds(transform, expected):
     program = jax.jit(transform(torch2jax(energy)))
@@ -100,7 +102,7 @@ def test_the_last_derivative_is_the_kind():
         jax.block_until_ready(tangent_of_backward)
     assert_trees_equal(tangent_of_backward, -np.sin(X) * X)
     assert record.events[-1].kind == "tangent"
-    assert "vjp(" in record.events[-1].program
+    assert "gradient(" in record.events[-1].program
     with timeline() as record:
         backward_of_tangent = jax.jit(jax.grad(lambda x: jax.jvp(f, (x,), (x,))[1]))(X)
         jax.block_until_ready(backward_of_tangent)

@@ -170,8 +170,7 @@ COUNTED = {
     dynamics: (STEPS, 2 * STEPS),
     # What is to be computed again is, and has its forces twice.
     rematerialized: (2, 3),
-    # Torch goes through both graphs at once; here the energy's own derivative is one more.
-    energy_and_force_training: (1, 3),
+    energy_and_force_training: (1, 2),
 }
 OTHERS = [
     pushed_training,
@@ -306,6 +305,8 @@ BATCHED = {
         ),
         (1, 2),
     ),
+    # By `torch.func`, whose backward is not counted.
+    "by what is shared": (lambda e: jax.vmap(jax.grad(e), (None, 0)), (1, 0)),
     "training of each": (lambda e: jax.vmap(force_training(e), (None, 0)), None),
     "hessians": (
         lambda e: jax.vmap(jax.hessian(e, 1), (None, 0)),
@@ -357,10 +358,43 @@ def test_complex_hessian_products(getkey):
         close(actual(z, v), jax.jvp(jax.grad(f_in_jax), (z,), (v,)))
 
 
+def of_both_kinds(sin, join):
+    """Of real numbers, a complex and a real result."""
+    return lambda x: (sin(join(x, 2 * x)), x * x)
+
+
+@pytest.mark.parametrize("wrt", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize("way", ["eager", "jit", "vmap"])
+def test_pullbacks_of_real_to_complex_by_some_of_their_arguments(way, wrt, getkey):
+    """The pullback is linear in its cotangents, by which alone it is a map of tangents."""
+    x, r, a, b = jax.random.normal(getkey(), (4, 3))
+
+    def derivative(f):
+        pulled = lambda x, u, r: jnp.sum(jax.vjp(f, x)[1]((u, r))[0] * r)  # noqa: E731
+        by = jax.grad(pulled, wrt)
+        if way == "vmap":
+            return lambda x, u, r: jax.vmap(by)(*(t[None] for t in (x, u, r)))
+        return jax.jit(by) if way == "jit" else by
+
+    actual = derivative(torch2jax(of_both_kinds(torch.sin, torch.complex)))
+    expected = derivative(of_both_kinds(jnp.sin, jax.lax.complex))
+    for _ in range(3):
+        close(actual(x, jax.lax.complex(a, b), r), expected(x, jax.lax.complex(a, b), r))
+
+
 def hooked(x):
     y = x * 1
     y.register_hook(lambda g: g * torch.linspace(1, 2, len(x), dtype=g.dtype))
     return (y.flip(0) ** 2 * y).sum()
+
+
+def test_forward_mode_of_what_hooks_change(getkey):
+    """A tangent is the transpose of the gradient, with whatever hooks make of that."""
+    x, v = jax.random.normal(getkey(), (2, 3))
+    f = torch2jax(hooked)
+    expected = jax.vjp(f, x)[1](jnp.ones_like(f(x)))[0] @ v
+    assert_trees_equal(jax.jvp(f, (x,), (v,))[1].sum(), expected, rtol=1e-5)
+    assert_trees_equal(jax.linearize(f, x)[1](v).sum(), expected, rtol=1e-5)
 
 
 def test_forward_mode_of_gradients_that_hooks_change(getkey, x64):

@@ -283,6 +283,25 @@ def test_caches_cleared_before_the_backward(getkey, plain):
     _close(pull(x), jax.vjp(_jax, w, x)[1](x))
 
 
+@pytest.mark.parametrize(("bound", "kept"), [(1, 1), (9_000, 2), (10**9, 4)])
+def test_the_graphs_of_a_device_have_a_bound(monkeypatch, bound, kept):
+    """The newest is kept in any case, and those of other devices do not count."""
+    TAPES.clear()
+    monkeypatch.setattr(TAPES, "_memory", lambda device: {"cpu": bound}[device.type])
+    x = jnp.ones(1000)
+    functions = [torch2jax(lambda x, i=i: (x * i).exp(), output_shapes=x) for i in range(4)]
+    pulls = [jax.block_until_ready(jax.vjp(f, x))[1] for f in functions]
+    assert len(TAPES) == kept
+    for i, pull in enumerate(pulls):
+        assert_trees_equal(pull(x)[0], i * jnp.exp(i * x), rtol=1e-5)
+    assert len(TAPES) == 0
+    jax.block_until_ready(jax.vjp(functions[0], x)[0])
+    TAPES.clear_device(torch.device("cuda", 0))
+    assert len(TAPES) == 1
+    TAPES.clear_device(torch.device("cpu"))
+    assert len(TAPES) == 0
+
+
 @few_modes
 @pytest.mark.parametrize("times", [0, 1, 3])
 @pytest.mark.covering

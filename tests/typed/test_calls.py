@@ -263,6 +263,22 @@ RESULTS = {
 }
 
 
+@dataclasses.dataclass
+class Unregistered:
+    least: Float[Tensor, ""]
+    rest: tuple[Float[Tensor, "n"], None]
+
+
+def test_results_of_classes_that_jax_does_not_know():
+    def least(x: Float[Tensor, "n"]) -> Unregistered:
+        return Unregistered(x.min(), (x - x.min(), None))
+
+    for f in (torch2jax(least), jax.jit(torch2jax(least))):
+        result = f(V)
+        assert isinstance(result, Unregistered)
+        assert_trees_equal((result.least, result.rest), (V.min(), (V - V.min(), None)))
+
+
 @pytest.mark.parametrize("fn", RESULTS, ids=lambda fn: fn.__name__)
 def test_results_in_containers(fn):
     f, expected = torch2jax(fn), RESULTS[fn](V)

@@ -62,14 +62,14 @@ class Dim:
 
 
 @dataclass(frozen=True)
-class Spec:
-    """What an annotation says, `text` for messages; `children` are the specs of its parts."""
+class Pattern:
+    """What an annotation says, `text` for messages; `children` are the patterns of its parts."""
 
     text: str
-    children: "tuple[Spec, ...]"
+    children: "tuple[Pattern, ...]"
 
-    def below(self) -> "Iterator[Spec]":
-        """The spec and all that it consists of."""
+    def below(self) -> "Iterator[Pattern]":
+        """The pattern and all that it consists of."""
         yield self
         for child in self.children:
             yield from child.below()
@@ -88,7 +88,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Array(Spec):
+class Array(Pattern):
     """`Float[Tensor, "b n"]`, or a union of such annotations that differ only in dtypes."""
 
     dims: tuple[Dim, ...]
@@ -108,11 +108,11 @@ class Array(Spec):
 
 
 @dataclass(frozen=True)
-class Container(Spec):
+class Container(Pattern):
     """A tuple, list, dictionary (`kind` is Mapping), named tuple, typed dictionary or dataclass.
 
     Its children are the parts called `names`, of which typed dictionaries may miss the `optional`
-    ones, or without names the one spec of any number of parts.
+    ones, or without names the one pattern of any number of parts.
     """
 
     kind: type
@@ -124,13 +124,13 @@ class Container(Spec):
         """Whether the parts are attributes."""
         return self.names is not None and self.kind not in (tuple, Mapping)
 
-    def parts(self, value: Any) -> list[tuple[Spec, Any, str]] | None:
+    def parts(self, value: Any) -> list[tuple[Pattern, Any, str]] | None:
         """The parts of `value`, each with what its path adds; None if it is of another kind."""
         if not isinstance(value, self.kind):
             return None
         named = list(zip(self.names or (), self.children, strict=self.names is not None))
         if self.is_record:
-            return [(spec, getattr(value, name), f".{name}") for name, spec in named]
+            return [(pattern, getattr(value, name), f".{name}") for name, pattern in named]
         found = value if isinstance(value, Mapping) else dict(enumerate(value))
         if self.names is None:
             return [(self.children[0], one, f"[{name!r}]") for name, one in found.items()]
@@ -141,19 +141,19 @@ class Container(Spec):
 
 
 @dataclass(frozen=True)
-class Tree(Spec):
+class Tree(Pattern):
     """`PyTree[A, "T"]`."""
 
     structure: str | None
 
 
 @dataclass(frozen=True)
-class Choice(Spec):
+class Choice(Pattern):
     """`A | B`, `Optional[A]`."""
 
 
 @dataclass(frozen=True)
-class Other(Spec):
+class Other(Pattern):
     """Anything else, None too: as a union's member of the class `cls`, an array if `array`."""
 
     cls: Any
@@ -172,8 +172,8 @@ def dtype_name(array: Any) -> str:
     return array.dtype.type.__name__.rstrip("_")
 
 
-def read(annotation: Any, owner: str, inside: tuple[type, ...] = ()) -> Spec:
-    """The spec of an evaluated `annotation` of the function named `owner`.
+def read(annotation: Any, owner: str, inside: tuple[type, ...] = ()) -> Pattern:
+    """The pattern of an evaluated `annotation` of the function named `owner`.
 
     `inside` has the classes whose fields are being read, where one that contains itself stops.
     """
@@ -265,14 +265,14 @@ def _dim(text: str) -> Dim:
     return Dim(text, check, *parsed_dimension(check))
 
 
-def _choice(text: str, members: Iterable[Spec]) -> Spec:
+def _choice(text: str, members: Iterable[Pattern]) -> Pattern:
     """A union, in which arrays that differ only in their dtypes are one member."""
     merged: dict[Any, Any] = {}
     for one in members:
         key = one.dims if isinstance(one, Array) else one
         merged[key] = _either(merged[key], one) if key in merged else one
-    specs = tuple(merged.values())
-    return specs[0] if len(specs) == 1 else Choice(text, specs)
+    patterns = tuple(merged.values())
+    return patterns[0] if len(patterns) == 1 else Choice(text, patterns)
 
 
 def _either(a: Any, b: Any) -> Array:
@@ -289,7 +289,7 @@ def _part_names(cls: Any) -> tuple[str, ...] | None:
     return getattr(cls, "_fields", None) if issubclass(cls, tuple) else None
 
 
-def _record(cls: Any, names: tuple[str, ...], owner: str, inside: tuple[type, ...]) -> Spec:
+def _record(cls: Any, names: tuple[str, ...], owner: str, inside: tuple[type, ...]) -> Pattern:
     hints: dict[str, Any] = {}
     for base in reversed(cls.__mro__):  # each annotation in the scope of the class that has it
         scope = vars(sys.modules[base.__module__]) if base.__module__ in sys.modules else {}
