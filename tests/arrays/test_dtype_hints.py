@@ -94,7 +94,6 @@ CLASSES = {
     "multi_margin_loss": (functional.multi_margin_loss, SCORES, LABELS),
     "one_hot": (lambda i: functional.one_hot(i, 4), LABELS),
     "take": (torch.take, SCORES, LABELS),
-    "take_along_dim": (lambda x, i: torch.take_along_dim(x, i[:, None], 1), SCORES, LABELS),
 }
 
 
