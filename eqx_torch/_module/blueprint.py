@@ -16,8 +16,11 @@ tensors overlap there is no such order between them, and the module is refused.
 import collections
 import dataclasses
 import functools
+import gc
+import itertools
+import types
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +35,10 @@ from .fingerprint import digest, fingerprint
 from .layers import is_training, set_training
 from .traces import Reads, Trace
 from .walk import ATTRIBUTES, buffer_slot, copied, fill, Place, walk
+
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_NOT_ENTERED = (torch.nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, str)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,15 +132,17 @@ class Blueprint:
     def _hash(self) -> int:
         return hash((self.names, self.flags))
 
-    def reads(self, loose: Iterable[Place]) -> Reads:
+    def reads(self, loose: Iterable[Place], hidden: Callable[[], str]) -> Reads:
         """Sees what a call reads of the module of which this was made.
 
         Args:
             loose: the tensors that a copy has beside those of a call.
+            hidden: the message for a call that reads what stands for a tensor of it.
         """
         pairs = [(place.path, place.value) for place in loose]
         name = type(self.module).__name__
-        return Reads(name, _alive(self._originals), [*pairs, *_alive(self._loose).items()])
+        others = [*pairs, *_alive(self._loose).items()]
+        return Reads(name, _alive(self._originals), others, self.bound, hidden)
 
     def pool(self, device: torch.device) -> "_Pool":
         """The skeletons on one device."""
@@ -196,7 +205,7 @@ class Skeleton:
 
     def reads(self) -> Reads:
         """Sees what a call finds in the module beside what it is given."""
-        return self._blueprint.reads(self.trace.loose)
+        return self._blueprint.reads(self.trace.loose, self._hidden)
 
     def bind(self, parameters: Sequence[torch.Tensor], state: Sequence[torch.Tensor]) -> None:
         """Puts tensors in place of the parameters and of the changing buffers."""
@@ -222,6 +231,25 @@ class Skeleton:
             if container.get(key) is not bound
         ]
 
+    def _hidden(self) -> str:
+        """The message for a call that reads a stand-in, where `bind` has put nothing."""
+        blueprint = self._blueprint
+        all_names = blueprint.names.parameters + blueprint.names.state
+        pairs = zip(all_names, (*blueprint.parameters, *blueprint.state), strict=True)
+        names = {id(p): name for name, p in pairs}
+        what, where = "a tensor", "a place"
+        for path, module in self.module.named_modules():
+            for key, value in vars(module).items():
+                found = None if key in _REGISTRIES else _led_to(value, names)
+                if found is not None:
+                    kind = type(value).__name__
+                    what, where = found, f"its attribute {path}.{key} ({kind})".replace(" .", " ")
+        return (
+            f"`{type(self.module).__name__}` reads {what} from {where} that is not looked into, so "
+            "that the tensors of a call cannot be put there. Keep it in a list, a dict or an "
+            "attribute of its own."
+        )
+
     def place_constants(self, device: torch.device) -> None:
         """Moves the constants of this skeleton, which no longer shares them with others."""
         slots = self._copy.slots
@@ -243,6 +271,24 @@ class Skeleton:
             for name, (container, key), constant, version in pairs
             if container.get(key) is not constant or constant._version != version
         ]
+
+
+def _led_to(root: Any, names: Mapping[int, str], depth: int = 6) -> str | None:
+    """The first of named objects that Python's garbage collector, too, would get to."""
+    level, seen = [root], set[int]()
+    for _ in range(depth):
+        for item in level:
+            if id(item) in names:
+                return names[id(item)]
+        level = [x for x in level if id(x) not in seen and not isinstance(x, _NOT_ENTERED)]
+        seen.update(map(id, level))
+        level = list(itertools.chain.from_iterable(map(_held_by, level)))
+    return None
+
+
+def _held_by(item: Any) -> Iterable[Any]:
+    is_objects = isinstance(item, np.ndarray) and item.dtype == object
+    return item.flat if is_objects else gc.get_referents(item)
 
 
 class _Pool:

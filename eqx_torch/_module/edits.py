@@ -7,9 +7,13 @@ cut and gives what JAX needs there. Nothing before the cut is computed twice: ea
 had finished hands its output to the next segment, which takes it in place of a call. Only the code
 of the modules that were cut, between the calls of their submodules, runs again.
 
+What is replaced at one submodule is applied in this order, whatever came first: JAX computes it, a
+value stands for its output, functions map that.
+
 To hand over, a segment keeps a log of the calls in order. The log ends at the cut; the next segment
 follows it from its start. A call that cannot be told by its output (it wrote to its arguments, gave
-one of them back, or was given or gave an object that may change) is logged as one to run again.
+one of them back, or was given or gave an object that may change) is logged as one to run again. So
+is one whose output JAX maps, before the entry that has what JAX made of it.
 """
 
 import contextlib
@@ -18,7 +22,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
@@ -56,6 +60,7 @@ class Edits:
         values: those whose output is a value that the call is given.
         mapped: those whose output JAX maps to another.
         taken: those that JAX computes in place of torch.
+        called: sets of them; of each, some submodule is to be called.
     """
 
     captured: tuple[str, ...] = ()
@@ -63,6 +68,7 @@ class Edits:
     values: tuple[str, ...] = ()
     mapped: tuple[str, ...] = ()
     taken: tuple[str, ...] = ()
+    called: tuple[tuple[str, ...], ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.captured or self.values or self.cuts)
@@ -75,13 +81,55 @@ class Edits:
     @property
     def inserted(self) -> tuple[str, ...]:
         """What a model holds something in place of."""
-        return (*self.values, *self.cuts)
+        return tuple(dict.fromkeys((*self.values, *self.cuts)))
+
+    def kinds(self, path: str) -> list[str]:
+        """What is replaced at a submodule."""
+        return [kind for kind in ("taken", "values", "mapped") if path in getattr(self, kind)]
 
     def renamed(self, rename: Callable[[str], str | None]) -> "Edits":
         """Those inside of a submodule, by their paths there. Outputs are not captured."""
-        kinds = (self.values, self.mapped, self.taken)
-        renamed = ([rename(path) for path in kind] for kind in kinds)
-        return Edits((), False, *(tuple(p for p in kind if p is not None) for kind in renamed))
+        inside = lambda paths: tuple(p for p in map(rename, paths) if p is not None)  # noqa: E731
+        return Edits(
+            values=inside(self.values),
+            mapped=inside(self.mapped),
+            taken=inside(self.taken),
+            called=tuple(inside(g) for g in self.called if None not in map(rename, g)),
+        )
+
+
+class Several(eqx.Module):
+    """Stands in a model's `inserted` where more than one thing is replaced at a submodule.
+
+    Attributes:
+        taken: computes the submodule.
+        values: stands for its output.
+        mapped: functions of the output, each of what the one before it gives.
+    """
+
+    taken: Any = None
+    values: Any = None
+    mapped: tuple[Callable[[Any], Any], ...] = ()
+
+
+def several(edits: Edits, path: str, inserted: Mapping[str, Any]) -> Several:
+    """All that stands in place of a submodule and of its output."""
+    node = inserted.get(path)
+    if isinstance(node, Several):
+        return node
+    mapped: Any = (node,) if path in edits.mapped else ()
+    return Several(
+        taken=node if path in edits.taken else None,
+        values=node if path in edits.values else None,
+        mapped=mapped,
+    )
+
+
+def node_of(kinds: Sequence[str], place: Several) -> Any:
+    """What `inserted` has of it: itself, unless it is one thing."""
+    if len(kinds) > 1 or len(place.mapped) > 1:
+        return place
+    return place.mapped[0] if place.mapped else getattr(place, kinds[0])
 
 
 @dataclasses.dataclass
@@ -121,7 +169,8 @@ def run_segments(
     Returns:
         The result, with captured outputs the pair of it and the dict of these.
     """
-    values = {path: inserted[path] for path in edits.values}
+    places = {path: several(edits, path, inserted) for path in edits.inserted}
+    values = {path: places[path].values for path in edits.values}
     log: list[_Logged] = []
     met: set[str] = set()
     while True:
@@ -140,8 +189,8 @@ def run_segments(
         if not path:
             break
         met.add(path)
-        entry = log.pop() if path in edits.mapped else _Logged(path)
-        output = _computed(inserted[path], path in edits.taken, given, key, len(log))
+        entry = _Logged(path) if path in edits.taken else log.pop()
+        output = _computed(name, edits, path, places[path], given, _Key(key, len(log)))
         leaves = flatten(output)[0]
         if any(isinstance(x, torch.Tensor) for x in leaves):
             raise ModuleError(
@@ -152,7 +201,8 @@ def run_segments(
         dtypes = [dtype_j2t(x.dtype) for x in leaves if hasattr(x, "dtype")]
         log.append(dataclasses.replace(entry, output=(output, dtypes)))
     captured = _by_path(log)
-    missing = [p for p in (*edits.inserted, *edits.captured) if p not in met and p not in captured]
+    met.update(captured)
+    missing = dict.fromkeys(p for group in edits.called if met.isdisjoint(group) for p in group)
     if missing:
         raise ModuleError(
             f"the forward of `{name}` did not call {', '.join(missing)}, so that there is nothing "
@@ -197,14 +247,41 @@ def _by_path(log: Sequence[_Logged]) -> dict[str, Any]:
     return {path: c[0] if len(c) == 1 else tuple(c) for path, c in calls.items()}
 
 
-def _computed(new: Any, taken: bool, given: Any, key: jax.Array | None, position: int) -> Any:
+class _Key(NamedTuple):
+    """The key of a call, and what tells a replacement's share of it apart."""
+
+    whole: jax.Array | None
+    position: int
+
+
+def _computed(name: str, edits: Edits, path: str, place: Several, given: Any, key: _Key) -> Any:
     """What JAX puts in place of the output of a submodule."""
-    if not taken:
-        return new(_with_numbers(given))
-    args, kwargs = _with_numbers(given)
-    if "key" not in kwargs and _takes_key(new):
-        kwargs["key"] = None if key is None else jax.random.fold_in(key, position)
-    return new(*args, **kwargs)
+    output = _with_numbers(given)
+    if path in edits.taken:
+        args, kwargs = output
+        is_given = path in edits.values
+        output = place.values if is_given else _called(name, path, place.taken, args, kwargs, key)
+    for function in place.mapped:
+        output = function(output)
+    return output
+
+
+def _called(name: str, path: str, new: Any, args: Any, kwargs: dict[str, Any], key: _Key) -> Any:
+    keyless = "key" not in kwargs and _takes_key(new)
+    if not keyless:
+        return new(*args, **kwargs)
+    if key.whole is not None:
+        return new(*args, **kwargs, key=jax.random.fold_in(key.whole, key.position))
+    try:
+        return new(*args, **kwargs, key=None)
+    except Exception as error:
+        if "key" not in str(error):
+            raise
+        raise ModuleError(
+            f"what is in place of {path} in `{name}` draws random numbers, but the model was "
+            "called without `key=`. Pass `key=jax.random.key(0)` (split it for each call), or "
+            f"`model = eqx.nn.inference_mode(model)` if this is not training. It raised: {error}"
+        ) from error
 
 
 def _takes_key(function: Callable[..., Any]) -> bool:
@@ -302,13 +379,16 @@ class EditedRun:
         self._over = False
         self._levels = levels_of_func()
         self._undo = contextlib.ExitStack()
+        around = _around(module, edits.cuts)
+        between = {id(child) for m in around.values() for child in m.children()}
         for path, submodule in module.named_modules():
             if path in edits.captured:
                 self._watch(path, submodule)
             if path in edits.values:
                 self._wrap(submodule, self._valued(path, submodule.forward))
-            if edits.cuts and path and _holds(path.rpartition(".")[0], edits.cuts):
-                self._wrap(submodule, self._logged(path, submodule.forward))
+            if id(submodule) in between:
+                holds = id(submodule) in around or path in edits.cuts
+                self._wrap(submodule, self._logged(path, submodule.forward, holds))
 
     def run(self, call: Callable[[], Any]) -> tuple[str, Any, list[Any]]:
         """The path of the cut and what JAX is given there, or "" and the result; and the log."""
@@ -402,28 +482,27 @@ class EditedRun:
         ]
         return torch_tree.tree_unflatten(cast, structure)
 
-    def _logged(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of a submodule that is called by one that is cut."""
+    def _logged(self, path: str, forward: Callable[..., Any], around: bool) -> Callable[..., Any]:
+        """The forward of a submodule that is called by one that is cut, or is `around` a cut."""
         edits = self._edits
 
         def logged(*args: Any, **kwargs: Any) -> Any:
-            around = path in edits.cuts or _holds(path, edits.cuts)
             if around:
                 self._check_level(path)
                 self._check_not_over(path)
             if self._over or levels_of_func() != self._levels:
                 return forward(*args, **kwargs)
             step = self._next(path)
+            if step is not None and step[1] is None and path in edits.mapped:
+                self._apart(forward, args, kwargs)  # for what it does beside
+                step = self._next(path)
             if step is not None and step[1] is not None:
                 return self._handed(*step[1:])
             if path in edits.taken:
-                self._check_given(path, (args, kwargs))
+                self._check_plain(path, "is given", (args, kwargs))
                 raise _Cut(path, (args, kwargs))
             if path in edits.mapped:
-                before = self._random_state()
-                output, inner = self._apart(forward, args, kwargs)
-                self._items.append([f"mapped:{path}", self._random_after(path, before), inner])
-                raise _Cut(path, output)
+                raise _Cut(path, self._mapped(path, forward, args, kwargs))
             if step is None and not around:
                 return self._whole(path, forward, args, kwargs)
             return forward(*args, **kwargs)
@@ -466,6 +545,18 @@ class EditedRun:
         self._items.append([f"handed:{path}", _copied(output), dtypes, after, inner])
         return output
 
+    def _mapped(self, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The output of a call, for JAX to map."""
+        given = torch_tree.tree_leaves((args, kwargs))
+        versions = [x._version for x in given if isinstance(x, torch.Tensor)]
+        before = self._random_state()
+        output, inner = self._apart(forward, args, kwargs)
+        self._check_plain(path, "gives", output)
+        if not _leaves_alone(given, versions):
+            self._items.append([f"again:{path}"])
+        self._items.append([f"mapped:{path}", self._random_after(path, before), inner])
+        return output
+
     def _apart(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
         """The result of a call, and what was logged inside of it."""
         outer, self._items = self._items, []
@@ -492,13 +583,13 @@ class EditedRun:
     def _random_state(self) -> torch.Tensor | None:
         return None if self._generator is None else self._generator.get_state()
 
-    def _check_given(self, path: str, given: Any) -> None:
-        for leaf in torch_tree.tree_leaves(given):
+    def _check_plain(self, path: str, verb: str, tree: Any) -> None:
+        for leaf in torch_tree.tree_leaves(tree):
             if not isinstance(leaf, _PLAIN):
                 raise ModuleError(
-                    f"{path} in `{self._name}` is given a {type(leaf).__name__}, which JAX cannot "
+                    f"{path} in `{self._name}` {verb} a {type(leaf).__name__}, which JAX cannot "
                     "take over. Call the model so that there is none (for caches of keys and "
-                    "values, `use_cache=False`), or replace a module that is not given it."
+                    "values, `use_cache=False`), or name another submodule."
                 )
 
 
@@ -525,18 +616,23 @@ def check_generator(name: str, cuts: Sequence[str], device: torch.device) -> Non
         )
 
 
-def _holds(path: str, cuts: Sequence[str]) -> bool:
-    """Whether a cut is inside of a module."""
-    return not path or any(cut.startswith(f"{path}.") for cut in cuts)
+def _around(module: torch.nn.Module, cuts: Sequence[str]) -> dict[int, torch.nn.Module]:
+    """The modules that a cut is inside of, under any of its names, by identity."""
+    cut = {id(module.get_submodule(path)) for path in cuts}
+    around: dict[int, torch.nn.Module] = {}
+    for path, submodule in module.named_modules(remove_duplicate=False) if cut else ():
+        while path and id(submodule) in cut:
+            path = path.rpartition(".")[0]
+            outer = module.get_submodule(path)
+            around[id(outer)] = outer
+    return around
 
 
 def _stands_for_call(given: Sequence[Any], versions: Sequence[int], output: Any) -> bool:
     """Whether a call did nothing but give this output."""
     tensors = [x for x in given if isinstance(x, torch.Tensor)]
     results = torch_tree.tree_leaves(output)
-    if not all(isinstance(x, _PLAIN) for x in given) or [x._version for x in tensors] != versions:
-        return False
-    if not all(isinstance(x, _GIVEN) for x in results):
+    if not _leaves_alone(given, versions) or not all(isinstance(x, _GIVEN) for x in results):
         return False
     made = [x for x in results if isinstance(x, torch.Tensor)]
     if any(x.layout is not torch.strided for x in (*tensors, *made)):
@@ -544,6 +640,12 @@ def _stands_for_call(given: Sequence[Any], versions: Sequence[int], output: Any)
     return {storage_key(unwrapped(x)) for x in tensors}.isdisjoint(
         storage_key(unwrapped(x)) for x in made
     )
+
+
+def _leaves_alone(given: Sequence[Any], versions: Sequence[int]) -> bool:
+    """Whether a call has not changed what it was given, nor can have."""
+    now = [x._version for x in given if isinstance(x, torch.Tensor)]
+    return all(isinstance(x, _PLAIN) for x in given) and now == versions
 
 
 def _copied(tree: Any) -> Any:

@@ -459,6 +459,9 @@ class _LayerNames:
             layer.register_forward_pre_hook(self._entering(name or type(layer).__name__))
             layer.register_forward_hook(self._leaving)
 
+    def __deepcopy__(self, memo: Any) -> "_LayerNames":
+        return self  # as a forward may copy the module that has the hooks
+
     def _entering(self, name: str) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: Any) -> None:
             self._outer.append(self._watch.place)

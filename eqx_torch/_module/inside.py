@@ -7,6 +7,7 @@ and serialisation treat it like any of them.
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,9 +23,9 @@ from jaxtyping import PyTree
 from .._compat import axes_of_type, torch_tree
 from .._errors import InputError, ModuleError, ShardingError
 from .core import Core
-from .edits import Edits
+from .edits import Edits, node_of, Several, several
 from .module import TorchModule
-from .parts import canonical, check_paths, core_of_part, matching, paths, with_part
+from .parts import core_of_part, matching, parameter_names, submodules, with_part
 from .reparametrised import as_node, Reparametrised
 from .walk import copied
 
@@ -58,8 +59,8 @@ def select(model: TorchModule, patterns: str | Sequence[str]) -> PyTree:
         {'bias': True, 'weight': False}
     """
     _check_model("select", model)
-    known = [*_leaf_names(model.params), *_leaf_names(model.inserted)]
-    chosen = set(matching("parameter", model.core, patterns, known))
+    known = _spelled(model.core, [*_leaf_names(model.params), *_leaf_names(model.inserted)])
+    chosen = set(itertools.chain(*matching("parameter", model.core, patterns, known)))
     marked = {
         field: jax.tree.unflatten(
             jax.tree.structure(tree), [name in chosen for name in _leaf_names(tree)]
@@ -86,12 +87,14 @@ def capture(
     The model. Its call returns `(result, captured)` in place of `result`. `captured` is a dict from
     names to outputs, as forward hooks of torch's see them; with `inputs` to triples `(args, kwargs,
     output)`. A submodule that was called several times has a tuple of these. All are differentiable
-    and nothing is computed twice.
+    and nothing is computed twice. What an earlier `capture` watches is in it, too. Of the
+    submodules that a pattern matches, those are left out that the forward does not call, such as a
+    `ModuleList`.
 
     **Raises:**
 
     `InputError` for a pattern that matches no submodule; `ModuleError`, when the model is called,
-    for a submodule that the forward does not call.
+    if the forward calls none that it matches.
 
     !!! example
 
@@ -103,11 +106,16 @@ def capture(
         True
     """
     _check_model("capture", model)
-    found = matching("submodule", model.core, patterns, paths(model.core))
-    names = dict.fromkeys(canonical(model.core, path) for path in found)
-    return _with_edits(
-        model, dataclasses.replace(model.core.edits, captured=tuple(names), inputs=inputs)
-    )
+    found = matching("submodule", model.core, patterns, submodules(model.core))
+    edits = model.core.edits
+    if edits.captured and inputs != edits.inputs:
+        raise InputError(
+            f"`capture` is to watch `{model.core.name}` with `inputs={inputs}`, but it is watched "
+            f"with `inputs={edits.inputs}` already. Name all submodules in one `capture`."
+        )
+    captured = dict.fromkeys([*edits.captured, *itertools.chain(*found)])
+    edits = dataclasses.replace(edits, captured=tuple(captured), inputs=inputs)
+    return _with_edits(model, _calling(edits, found))
 
 
 def patch(model: TorchModule, values: Mapping[str, Any]) -> TorchModule:
@@ -116,19 +124,23 @@ def patch(model: TorchModule, values: Mapping[str, Any]) -> TorchModule:
     **Arguments:**
 
     - `model`: the model.
-    - `values`: by the name of a submodule, an array (or a tree of arrays, as the submodule returns
-        them), or a JAX function from the output to what replaces it.
+    - `values`: by the name of a submodule, or a pattern of names as in `capture`, an array (or a
+        tree of arrays, as the submodule returns them), or a JAX function from the output to what
+        replaces it.
 
     **Returns:**
 
     The model. The arrays are leaves of it, in `model.inserted`, so that gradients flow to them. The
     submodules run as before. A function is called while the forward stands still: torch runs up to
-    it, JAX computes it, and torch runs on.
+    it, JAX computes it, and torch runs on. A function is given what was patched there before: the
+    array, or what an earlier function gave. An array replaces that. Both are in place of the output
+    of what `replace_module` puts there, before or after.
 
     **Raises:**
 
-    `InputError` for a name that is no submodule's; `ModuleError`, when the model is called, for an
-    array of another shape than the output, and as `replace_module` does.
+    `InputError` for a name that is no submodule's, and for a function with arrays of its own for
+    several; `ModuleError`, when the model is called, for an array of another shape than the output,
+    and as `replace_module` does.
 
     !!! example
 
@@ -139,24 +151,34 @@ def patch(model: TorchModule, values: Mapping[str, Any]) -> TorchModule:
         Array([0., 0.], dtype=float32)
     """
     _check_model("patch", model)
-    check_paths(model.core, values)
-    for path, value in values.items():
-        name = canonical(model.core, path)
+    _check_mapping("patch", "submodules to arrays or functions", values)
+    core = model.core
+    edits, inserted = core.edits, dict(model.inserted)
+    for pattern, value in values.items():
+        found = matching("submodule", core, pattern, submodules(core))
+        names = list(itertools.chain(*found))
         if callable(value):
-            _check_uncut(model.core, name)
-            model = _inserted(model, name, "mapped", as_node(value))
+            kind, node = "mapped", _function_node("patch", core, pattern, names, value)
         else:
-            model = _inserted(model, name, "values", jax.tree.map(_as_array(name), value))
-    return model
+            kind, node = "values", jax.tree.map(_as_array(pattern), value)
+        for name in names:
+            if kind == "mapped":
+                _check_uncut(core, edits, name)
+            edits = _put(edits, inserted, name, kind, node)
+        edits = _calling(edits, found)
+    return dataclasses.replace(_with_edits(model, edits), inserted=inserted)
 
 
-def replace_module(model: TorchModule, name: str, new: Callable[..., Any]) -> TorchModule:
+def replace_module(
+    model: TorchModule, name: str | Sequence[str], new: Callable[..., Any]
+) -> TorchModule:
     """A model one of whose submodules is computed by JAX.
 
     **Arguments:**
 
     - `model`: the model.
-    - `name`: of the submodule, such as `"encoder.layer.1"`.
+    - `name`: of the submodule, such as `"encoder.layer.1"`; of several, a pattern as in `capture`,
+        or a list of names.
     - `new`: an Equinox module, or a JAX function, that is called with what torch gives the
         submodule (arrays in place of tensors, the rest as it is) and returns what stands for its
         output. If it has an argument `key`, it is given one made from the key of the call, or None.
@@ -164,13 +186,15 @@ def replace_module(model: TorchModule, name: str, new: Callable[..., Any]) -> To
     **Returns:**
 
     The model. `new` is `model[name]` and its leaves are the model's own; the parameters that only
-    the old submodule had are gone. A call runs torch up to the submodule, then `new`, and torch
-    from there. Submodules that had finished hand over their outputs and are not computed again;
-    between them, the code of the modules around `new` runs again after each replacement.
+    the old submodule had are gone. What is patched in place of its output stays. A call runs torch
+    up to the submodule, then `new`, and torch from there. Submodules that had finished hand over
+    their outputs and are not computed again; between them, the code of the modules around `new`
+    runs again after each replacement.
 
     **Raises:**
 
-    `InputError` for a name that is no submodule's or what cannot be called; `ModuleError` where the
+    `InputError` for a name that is no submodule's, what cannot be called or has a state, and a
+    module with arrays of its own for several; `ModuleError` where the
     submodule has replaced parts inside, and, when the model is called, where it is not called or is
     given what JAX cannot take, such as caches.
 
@@ -189,20 +213,24 @@ def replace_module(model: TorchModule, name: str, new: Callable[..., Any]) -> To
             f"`replace_module` puts an Equinox module or a function in place of {name!r}, but got "
             f"a {type(new).__name__}. For an array in place of its output, `patch`."
         )
-    if isinstance(new, torch.nn.Module):
-        raise InputError(
-            f"`replace_module` got a torch module for {name!r}. Convert it: `from_torch(module)`."
-        )
-    if name in core.edits.taken:
-        return dataclasses.replace(model, inserted=model.inserted | {name: as_node(new)})
-    check_paths(core, [name])
-    name = canonical(core, name)
-    _check_uncut(core, name)
-    module = _without(core, name)
-    edits = _added(core.edits, name, "taken")
-    own, parameters = core_of_part(core, module, core.options, core.examples, edits)
-    model = with_part(model, own, parameters)
-    return dataclasses.replace(model, inserted=model.inserted | {name: as_node(new)})
+    found = matching("submodule", core, name, submodules(core))
+    names = list(itertools.chain(*found))
+    node = _function_node("replace_module", core, name, names, new)
+    model = _with_edits(model, _calling(core.edits, found))
+    for path in names:
+        model = _replaced(model, path, node)
+    return model
+
+
+def _replaced(model: TorchModule, name: str, node: Any) -> TorchModule:
+    core, inserted = model.core, dict(model.inserted)
+    edits = _put(core.edits, inserted, name, "taken", node)
+    if name not in core.edits.taken:
+        _check_uncut(core, core.edits, name, taken=True)
+        module = _without(core, name)
+        own, parameters = core_of_part(core, module, core.options, core.examples, edits)
+        model = with_part(model, own, parameters)
+    return dataclasses.replace(model, inserted=inserted)
 
 
 def reparametrise(
@@ -246,16 +274,12 @@ def reparametrise(
         [(1, 3), (2, 1)]
     """
     _check_model("reparametrise", model)
+    _check_mapping("reparametrise", "parameters to functions", functions)
     params = dict(model.params)
+    known = parameter_names(model.core)
     for pattern, function in functions.items():
-        names = matching("parameter", model.core, pattern, list(params))
-        if len(names) > 1 and any(map(eqx.is_array, jax.tree.leaves(function))):
-            raise InputError(
-                f"{pattern!r} matches {len(names)} parameters of `{model.core.name}`, but the "
-                f"{type(function).__name__} that computes them has arrays of its own, which each "
-                "of them would change. Pass one for each: `{name: make(model.params[name]) for "
-                "name in names}`."
-            )
+        names = list(itertools.chain(*matching("parameter", model.core, pattern, known)))
+        _check_shared(model.core, "parameter", pattern, names, function)
         for name in names:
             node = Reparametrised(params[name], as_node(function))
             _check_computed(model.core, name, node)
@@ -296,6 +320,12 @@ def fsdp(model: TorchModule, axis: str) -> TorchModule:
     """
     _check_model("fsdp", model)
     mesh = jax.sharding.get_mesh()
+    if not isinstance(axis, str):
+        name = next((part for part in axis if isinstance(part, str)), None) if axis else None
+        raise InputError(
+            f"`fsdp` takes the name of one mesh axis, but got {axis!r}. Write `fsdp(model, "
+            f'"{name or next(iter(mesh.shape), "batch")}")`.'
+        )
     if axis not in mesh.shape:
         raise ShardingError(
             f"`fsdp` shards over the mesh axis {axis!r}, but the mesh in force has the axes "
@@ -340,12 +370,23 @@ def _spread(param: Any, axis: str, mesh: Any) -> Any:
     )
 
 
+def _spelled(core: Core, leaves: Sequence[str]) -> dict[str, str]:
+    """The names of leaves by all of theirs: those of a parameter that has several, too."""
+    known = {leaf: leaf for leaf in leaves}
+    for alias, name in parameter_names(core).items():
+        below = [leaf for leaf in leaves if leaf == name or leaf.startswith(f"{name}.")]
+        known |= {alias + leaf.removeprefix(name): leaf for leaf in below if alias != name}
+    return known
+
+
 def _leaf_names(tree: dict[str, Any]) -> list[str]:
     """The name of each leaf of a model's parameters, or of what was inserted."""
     names = []
     for path, _ in jtu.tree_flatten_with_path(tree)[0]:
         name, *rest = (jtu.keystr((key,), simple=True) for key in path)
-        is_base = rest[:1] == ["weight"] and isinstance(tree[name], Reparametrised)
+        inner, node = rest[:1], tree[name]
+        is_base = inner == ["weight"] and isinstance(node, Reparametrised)
+        is_base |= inner == ["taken"] and isinstance(node, Several)
         own = [key for key in rest if key != "function"]
         names.append(".".join([name, *(own[1:] if is_base else own)]))
     return names
@@ -357,25 +398,80 @@ def _with_edits(model: TorchModule, edits: Edits) -> TorchModule:
     return dataclasses.replace(model, core=own)
 
 
-def _added(edits: Edits, name: str, kind: str) -> Edits:
-    kinds = {k: [p for p in getattr(edits, k) if p != name] for k in ("values", "mapped", "taken")}
-    kinds[kind].append(name)
-    return dataclasses.replace(edits, **{k: tuple(paths) for k, paths in kinds.items()})
+def _put(edits: Edits, inserted: dict[str, Any], name: str, kind: str, new: Any) -> Edits:
+    """Puts something in place of a submodule, or of its output, into `inserted`."""
+    place = several(edits, name, inserted)
+    if kind == "mapped":
+        place = dataclasses.replace(place, mapped=(*place.mapped, new))
+    elif kind == "values":
+        place = dataclasses.replace(place, values=new, mapped=())
+        edits = dataclasses.replace(edits, mapped=tuple(p for p in edits.mapped if p != name))
+    else:
+        place = dataclasses.replace(place, taken=new)
+    paths = dict.fromkeys([*getattr(edits, kind), name])
+    edits = dataclasses.replace(edits, **{kind: tuple(paths)})
+    inserted[name] = node_of(edits.kinds(name), place)
+    return edits
 
 
-def _inserted(model: TorchModule, name: str, kind: str, new: Any) -> TorchModule:
-    model = _with_edits(model, _added(model.core.edits, name, kind))
-    return dataclasses.replace(model, inserted=model.inserted | {name: new})
+def _calling(edits: Edits, found: Sequence[tuple[str, ...]]) -> Edits:
+    """The edits, with what the forward has to call."""
+    return dataclasses.replace(edits, called=tuple(dict.fromkeys([*edits.called, *found])))
 
 
-def _check_uncut(core: Core, name: str) -> None:
+def _check_uncut(core: Core, edits: Edits, name: str, taken: bool = False) -> None:
     """Raises if a submodule is inside of one that JAX computes, or has one inside."""
-    for cut in core.edits.cuts:
-        if cut.startswith(f"{name}.") or name.startswith(f"{cut}."):
+    for other in edits.inserted:
+        cuts = other in edits.cuts and _is_inside(core, name, other)
+        cut = (taken or other in edits.cuts) and _is_inside(core, other, name)
+        if cuts or cut:
             raise ModuleError(
-                f"{name} of `{core.name}` cannot be replaced together with {cut}, since one is "
+                f"{name} of `{core.name}` cannot be replaced together with {other}, since one is "
                 "inside of the other. Replace the inner one, or all of the outer one."
             )
+
+
+def _is_inside(core: Core, name: str, outer: str) -> bool:
+    module = core.blueprint.module.get_submodule(name)
+    around = core.blueprint.module.get_submodule(outer)
+    return module is not around and any(module is m for m in around.modules())
+
+
+def _function_node(
+    function: str, core: Core, pattern: Any, names: Sequence[str], new: Callable[..., Any]
+) -> Any:
+    """What a model holds of a function that it calls in the middle of its forward."""
+    if isinstance(new, torch.nn.Module):
+        raise InputError(
+            f"`{function}` got a torch module for {pattern!r}. Convert it: `from_torch(module)`."
+        )
+    _check_shared(core, "submodule", pattern, names, new)
+    leaves = jax.tree.leaves(new, is_leaf=lambda x: _has_state(x) or isinstance(x, TorchModule))
+    if any(map(_has_state, leaves)):
+        raise InputError(
+            f"`{function}` got a {type(new).__name__} for {pattern!r}, which has a state "
+            "(`eqx.nn.StateIndex`), but what JAX computes inside of a model is called without. "
+            "Keep torch's layer, whose buffers are the state of the model, or put there what has "
+            "none: another layer, such as `eqx.nn.LayerNorm`, or one whose state stays as it is, "
+            "`lambda x: layer(x, state)[0]`."
+        )
+    return as_node(new)
+
+
+def _has_state(x: Any) -> bool:
+    if isinstance(x, TorchModule):  # without initial values it cannot be called without a state
+        return x.buffers is not None and not isinstance(x.buffers.init, dict)
+    return isinstance(x, eqx.nn.StateIndex)
+
+
+def _check_shared(core: Core, what: str, pattern: Any, names: Sequence[str], new: Any) -> None:
+    """Raises for a function that would have its arrays several times."""
+    if len(names) > 1 and any(map(eqx.is_array, jax.tree.leaves(new))):
+        raise InputError(
+            f"{pattern!r} matches {len(names)} {what}s of `{core.name}`, but the "
+            f"{type(new).__name__} for them has arrays of its own, of which each would have a "
+            "copy. Make one for each by its name."
+        )
 
 
 def _without(core: Core, name: str) -> torch.nn.Module:
@@ -432,4 +528,11 @@ def _check_model(function: str, model: Any) -> None:
         raise InputError(
             f"`{function}` takes a model made by `from_torch`, but got a "
             f"{type(model).__name__}.{remedy}"
+        )
+
+
+def _check_mapping(function: str, what: str, given: Any) -> None:
+    if not isinstance(given, Mapping):
+        raise InputError(
+            f"`{function}` takes a dict from the names of {what}, but got a {type(given).__name__}."
         )

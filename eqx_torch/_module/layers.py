@@ -108,6 +108,7 @@ def check_convertible(module: torch.nn.Module) -> None:
     if not isinstance(module, torch.nn.Module):
         raise ModuleError(_no_module(module))
     name = type(module).__name__
+    _check_tree(name, module)
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     _check_unhooked(name, tensors)
     lazy = [n for n, t in tensors.items() if is_lazy(t)]
@@ -129,6 +130,31 @@ def check_convertible(module: torch.nn.Module) -> None:
             f"`{name}` is quantized: {', '.join(quantized[:3])} have a dtype that JAX does not. "
             "Convert the floating point module, or call this one through `torch2jax`."
         )
+
+
+def _check_tree(name: str, module: torch.nn.Module) -> None:
+    """Raises if a module is a submodule of itself, where torch's own walks have no end."""
+    around: list[int] = []
+    done: set[int] = set()
+
+    def check(path: str, module: torch.nn.Module) -> None:
+        own = id(module._modules)  # a proxy has those of its module
+        if own in around:
+            raise ModuleError(
+                f"`{name}` has itself, or a module around it, as its submodule {path}, so that "
+                "torch's own `module.state_dict()` has no end. Keep it from being registered: "
+                f'`object.__setattr__(self, "{path.rpartition(".")[2]}", weakref.proxy(module))`.'
+            )
+        if own in done:
+            return
+        around.append(own)
+        for key, child in module._modules.items():
+            if child is not None and not isinstance(child, torch.jit.ScriptModule):
+                check(f"{path}.{key}".removeprefix("."), child)
+        done.add(around.pop())
+
+    if not isinstance(module, torch.jit.ScriptModule):
+        check("", module)
 
 
 def _check_unhooked(name: str, tensors: Mapping[str, torch.Tensor]) -> None:

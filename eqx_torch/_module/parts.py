@@ -8,9 +8,8 @@ that torch gives them there. It is made when it is asked for and holds nothing o
 import copy
 import dataclasses
 import difflib
-import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -22,7 +21,7 @@ from .._errors import InputError, ModuleError
 from .._examples import Examples
 from .blueprint import Blueprint, Names
 from .core import Core, Options
-from .edits import Edits
+from .edits import Edits, several
 from .walk import walk
 
 
@@ -78,14 +77,13 @@ def item(model: Any, index: Any) -> Any:
     core: Core = model.core
     module = core.blueprint.module
     if isinstance(index, str):
-        check_paths(core, [index])
+        known = submodules(core)
+        if index not in known:
+            raise InputError(f"`{core.name}` has no submodule {index!r}{_nearest(index, [*known])}")
         return part(model, index)
     names = _children(core)
     if isinstance(index, slice) and isinstance(module, torch.nn.ModuleList | torch.nn.Sequential):
-        chosen = names[index]
-        moved = {old: str(new) for new, old in enumerate(chosen)}
-        rename = functools.partial(_moved, moved=moved)
-        return _made(model, ("slice", *chosen), lambda: module[index], rename)
+        return _made(model, ("slice", *names[index]), module[index])
     if not isinstance(index, int | np.integer) or not -len(names) <= index < len(names):
         raise IndexError(
             f"`{core.name}` has the {len(names)} submodules {', '.join(names)}, but was asked for "
@@ -112,82 +110,93 @@ def part(model: Any, path: str) -> Any:
     core: Core = model.core
     if not path:
         return model
-    name = canonical(core, path)
+    module = core.blueprint.module
+    submodule = module.get_submodule(path)
+    name = next(name for name, m in module.named_modules() if m is submodule)
     if name in core.edits.taken:
-        return model.inserted[name]
-    prefix = f"{name}."
-    below = lambda p: p.removeprefix(prefix) if p.startswith(prefix) else None  # noqa: E731
-    return _made(model, (name,), lambda: core.blueprint.module.get_submodule(name), below)
+        return several(core.edits, name, model.inserted).taken
+    return _made(model, (name,), submodule)
 
 
-def canonical(core: Core, path: str) -> str:
-    """The first of the paths of a submodule that has several."""
-    module = core.blueprint.module.get_submodule(path)
-    return next(name for name, m in core.blueprint.module.named_modules() if m is module)
+def submodules(core: Core) -> dict[str, str]:
+    """The path of each submodule, and the first of its paths: it may have several."""
+    module = core.blueprint.module
+    first = {id(m): name for name, m in module.named_modules()}
+    every = module.named_modules(remove_duplicate=False)
+    return {name: first[id(m)] for name, m in every if name}
 
 
-def paths(core: Core) -> list[str]:
-    """The paths of all submodules."""
-    every = core.blueprint.module.named_modules(remove_duplicate=False)
-    return [name for name, _ in every if name]
-
-
-def check_paths(core: Core, wanted: Iterable[str]) -> None:
-    """Raises for a path at which there is no submodule."""
-    known = paths(core)
-    for path in wanted:
-        if path not in known:
-            raise InputError(f"`{core.name}` has no submodule {path!r}{_nearest(path, known)}")
+def parameter_names(core: Core) -> dict[str, str]:
+    """The name of each parameter, and the first of its names."""
+    names, own = core.blueprint.names.parameters, core.blueprint.parameters
+    first = {id(p): name for name, p in zip(names, own, strict=True)}
+    every = core.blueprint.module.named_parameters(remove_duplicate=False)
+    return dict(zip(names, names, strict=True)) | {
+        name: first[id(p)] for name, p in every if id(p) in first
+    }
 
 
 def matching(
-    what: str, core: Core, patterns: str | Sequence[str], known: Sequence[str]
-) -> list[str]:
-    """The names that a pattern matches: that very name, or else those whose end it matches.
+    what: str, core: Core, patterns: str | Sequence[str], known: Mapping[str, str]
+) -> list[tuple[str, ...]]:
+    """The names that each pattern matches: that very name, or else those whose end it matches.
 
     In a pattern `*` stands for one part of a name, or for some of its characters.
 
+    Args:
+        what: has names, for messages.
+        core: of the model.
+        patterns: one or several.
+        known: each name, and the first of those that the same thing has.
+
     Raises:
-        InputError: a pattern matches none.
+        InputError: a pattern matches none, or is none.
     """
-    found: dict[str, None] = {}
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+    listed = [patterns] if isinstance(patterns, str) else patterns
+    if not isinstance(listed, Sequence) or not all(isinstance(p, str) for p in listed):
+        example = next(iter(known), "name")
+        raise InputError(
+            f"a {what} of `{core.name}` is named by a string, such as {example!r}, and several by "
+            f"a list of strings, but got {patterns!r} of type {type(patterns).__name__}."
+        )
+    found = []
+    for pattern in listed:
         names = [pattern] if pattern in known else [n for n in known if _matches(n, pattern)]
         if not names:
             raise InputError(
-                f"{pattern!r} matches no {what} of `{core.name}`{_nearest(pattern, known)}"
+                f"{pattern!r} matches no {what} of `{core.name}`. It is a whole name or the end "
+                f"of one, in which `*` stands for one part{_nearest(pattern, list(known))}"
             )
-        found.update(dict.fromkeys(names))
-    return list(found)
+        found.append(tuple(dict.fromkeys(known[name] for name in names)))
+    return found
 
 
 def _matches(name: str, pattern: str) -> bool:
-    return PurePosixPath(name.replace(".", "/")).match(pattern.replace(".", "/"))
+    return bool(pattern) and PurePosixPath(name.replace(".", "/")).match(pattern.replace(".", "/"))
 
 
-def _made(
-    model: Any,
-    key: tuple[str, ...],
-    submodule: Callable[[], torch.nn.Module],
-    renamed: Callable[[str], str | None],
-) -> Any:
+def _made(model: Any, key: tuple[str, ...], submodule: torch.nn.Module) -> Any:
     """A model of a submodule.
 
     Args:
         model: the whole.
         key: of the submodule among those of the whole.
-        submodule: gives it, without its tensors.
-        renamed: the path in it of what has a path in the whole, None if it is not inside.
+        submodule: itself, without its tensors.
     """
     core: Core = model.core
+    moved: dict[str, str | None] = {}
+    if core.edits:
+        paths = {id(m): name for name, m in submodule.named_modules() if name}
+        whole = core.blueprint.module.named_modules()
+        moved = {path: paths.get(id(m)) for path, m in whole}
     if key not in core.parts:
         options = dataclasses.replace(
             core.options, method="forward", output_shapes=None, out_specs=None, signature=None
         )
-        edits = core.edits.renamed(renamed)
-        core.parts[key] = core_of_part(core, submodule(), options, None, edits)
+        edits = core.edits.renamed(moved.get)
+        core.parts[key] = core_of_part(core, submodule, options, None, edits)
     own, parameters = core.parts[key]
-    inserted = {renamed(path): new for path, new in model.inserted.items()}
+    inserted = {moved[path]: new for path, new in model.inserted.items()}
     frozen = core.blueprint.flags[0] and not own.blueprint.flags[0]
     return dataclasses.replace(
         with_part(model, own, parameters),
@@ -287,14 +296,10 @@ def _children(core: Core) -> list[str]:
         names = ", ".join(name for name, _ in module.named_children()) or "none"
         raise TypeError(
             f"`{core.name}` is no container of modules, so that it has no length and no items; "
-            f"its submodules are: {names}."
+            f"its submodules are: {names}. `equinox.tree_at` replaces arrays, such as those of "
+            "`model.params`; to replace a submodule, `eqx_torch.replace_module(model, path, new)`."
         )
     return list(module._modules)
-
-
-def _moved(path: str, moved: dict[str, str]) -> str | None:
-    first, dot, rest = path.partition(".")
-    return f"{moved[first]}{dot}{rest}" if first in moved else None
 
 
 def _missing_attribute(core: Core | None, name: str) -> str:
@@ -323,6 +328,8 @@ def _remedy(core: Core, name: str) -> str | None:
 
 def _nearest(name: str, known: Sequence[str]) -> str:
     """The end of a message about a name that is unknown: those that are like it, or some."""
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or list(known[:3])
-    listed = ", ".join(map(repr, close))
+    bare = name.strip("*.")
+    containing = [other for other in known if bare and bare in other]
+    close = containing or difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known
+    listed = ", ".join(map(repr, close[:3]))
     return f". The nearest that there is: {listed}." if close else "."

@@ -32,6 +32,13 @@ class Reparametrised(eqx.Module):
         inner = self.weight
         return self.function(inner.value() if isinstance(inner, Reparametrised) else inner)
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a parameter that JAX computes (`reparametrise`, `fsdp`) has no attribute `{name}`. "
+            f"The array that is kept is `.weight`, so that this is `.weight.{name}` of it; the "
+            "parameter is `.value()`."
+        )
+
 
 def computed(params: Mapping[str, Any]) -> Mapping[str, Any]:
     """The parameters, as torch is given them."""

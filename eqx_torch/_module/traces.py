@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .._compat import TorchDispatchMode
+from .._compat import torch_tree, TorchDispatchMode
 from .._errors import ModuleError
 from .._reachable import attributes_set_by, CachedFunction, is_library
 from .._watch import storage_key
@@ -143,9 +143,11 @@ class Reads(TorchDispatchMode):
         name: of the module, for messages.
         originals: the parameters and buffers of the module that was converted, by name.
         loose: other tensors that the module holds, with their paths.
+        bound: what stands for tensors that a call should have put in their place.
+        hidden: the message for one that it has not.
 
     Raises:
-        ModuleError: it reads one of `originals`.
+        ModuleError: it reads one of `originals` or of `bound`.
     """
 
     def __init__(
@@ -153,8 +155,12 @@ class Reads(TorchDispatchMode):
         name: str,
         originals: Mapping[str, torch.Tensor],
         loose: Iterable[tuple[str, torch.Tensor]],
+        bound: Sequence[torch.Tensor],
+        hidden: Callable[[], str],
     ) -> None:
         super().__init__()
+        self._bound = set(map(id, bound))
+        self._hidden = hidden
         self._name = name
         self._originals = {key: n for n, t in originals.items() for key in _keys(t)}
         self._loose = {key: path for path, tensor in loose for key in _keys(tensor)}
@@ -176,6 +182,9 @@ class Reads(TorchDispatchMode):
                 self._refusal = self._refusal or _reads_original(self._name, self._originals[key])
             if key in self._loose:
                 self._read[self._loose[key]] = None
+        # torch computes with meta tensors on other devices, and returns what memory holds.
+        if not self._bound.isdisjoint(map(id, torch_tree.tree_leaves((args, kwargs)))):
+            self._refusal = self._refusal or self._hidden()
         return func(*args, **kwargs)
 
     def stale(self, function: Callable[..., Any], computed: Mapping[str, bool]) -> list[str]:

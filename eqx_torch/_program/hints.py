@@ -39,9 +39,10 @@ _FOUND = re.compile(r"\b(?:[Gg]ot|found)\b")
 _OF_INDEX = re.compile(r"index\w*\" not implemented for 'Int'")
 
 _INT64 = (
-    "JAX holds int64 in 32 bits: where torch wants int64, as for class labels, write `.long()` in "
-    'the torch code, or annotate the argument, `labels: Int64[Tensor, "batch"]`, there or in a '
-    "`signature=`, or wrap it with the arguments of a whole call with int64 labels as examples."
+    "JAX holds int64 in 32 bits: where torch wants int64, as for class labels, convert with the "
+    'arguments of a whole call as examples, as in `from_torch(module, ids, example_kw={"labels": '
+    "torch.zeros(2, 3, dtype=torch.int64)})`. In torch code of your own, write `.long()`, or "
+    'annotate the argument, `labels: Int64[Tensor, "batch"]`, there or in a `signature=`.'
 )
 _JAX = (
     "Torch code met a JAX array, or JAX a tensor. In torch code there are tensors only: pass "

@@ -16,9 +16,10 @@ from ..helpers import assert_trees_equal
 
 
 INT64 = (
-    "JAX holds int64 in 32 bits: where torch wants int64, as for class labels, write `.long()` in "
-    'the torch code, or annotate the argument, `labels: Int64[Tensor, "batch"]`, there or in a '
-    "`signature=`, or wrap it with the arguments of a whole call with int64 labels as examples."
+    "JAX holds int64 in 32 bits: where torch wants int64, as for class labels, convert with the "
+    'arguments of a whole call as examples, as in `from_torch(module, ids, example_kw={"labels": '
+    "torch.zeros(2, 3, dtype=torch.int64)})`. In torch code of your own, write `.long()`, or "
+    'annotate the argument, `labels: Int64[Tensor, "batch"]`, there or in a `signature=`.'
 )
 SCORES, LABELS = jnp.ones((2, 4)), jnp.zeros(2, jnp.int32)
 
@@ -93,7 +94,6 @@ CLASSES = {
     "multi_margin_loss": (functional.multi_margin_loss, SCORES, LABELS),
     "one_hot": (lambda i: functional.one_hot(i, 4), LABELS),
     "take": (torch.take, SCORES, LABELS),
-    "take_along_dim": (lambda x, i: torch.take_along_dim(x, i[:, None], 1), SCORES, LABELS),
 }
 
 

@@ -550,9 +550,11 @@ def test_errors_of_torch_say_what_torch_was_given():
         jax.block_until_ready(f(jnp.ones((2, 3)), jnp.zeros(2, jnp.int32)))
     assert (
         "`cross_entropy` was called on argument 0 float32[2, 3], argument 1 int32[2]. JAX holds "
-        "int64 in 32 bits: where torch wants int64, as for class labels, write `.long()` in the "
-        'torch code, or annotate the argument, `labels: Int64[Tensor, "batch"]`, there or in a '
-        "`signature=`, or wrap it with the arguments of a whole call with int64 labels as examples."
+        "int64 in 32 bits: where torch wants int64, as for class labels, convert with the "
+        "arguments of a whole call as examples, as in `from_torch(module, ids, "
+        'example_kw={"labels": torch.zeros(2, 3, dtype=torch.int64)})`. In torch code of '
+        'your own, write `.long()`, or annotate the argument, `labels: Int64[Tensor, "batch"]`, '
+        "there or in a `signature=`."
     ) in str(info.value)
 
 

@@ -19,7 +19,9 @@ from eqx_torch import (
     InputError,
     ModuleError,
     patch,
+    reparametrise,
     replace_module,
+    select,
     ShapeError,
     state_dict,
     t2j,
@@ -218,6 +220,55 @@ def test_a_module_that_is_not_called_cannot_be_captured():
         capture(from_torch(net), "layers")(X)
 
 
+def test_a_pattern_captures_what_is_called():
+    net = Net()
+    net.spare = torch.nn.Linear(3, 3)
+    model = from_torch(net)
+    called = {n for n, _ in net.named_modules() if n not in ("", "layers", "spare")}
+    _, captured = capture(model, "*")(X)
+    assert set(captured) == called
+    _, both = capture(capture(model, "head"), "layers.*")(X)
+    assert set(both) == {"head", "layers.0", "layers.1", "layers.2"}
+    with pytest.raises(ModuleError, match="did not call spare, so"):
+        capture(model, "spar*")(X)
+    with pytest.raises(InputError, match="`inputs=True`, but it is watched with `inputs=False`"):
+        capture(capture(model, "head"), "embed", inputs=True)
+
+
+NAMED = {
+    "capture": lambda model, name: capture(model, name),
+    "patch": lambda model, name: patch(model, {name: jnp.sin}),
+    "replace_module": lambda model, name: replace_module(model, name, jnp.sin),
+    "select": lambda model, name: select(model, name),
+    "reparametrise": lambda model, name: reparametrise(model, {name: jnp.sin}),
+}
+
+
+@pytest.mark.parametrize("function", NAMED)
+def test_one_rule_of_names(function):
+    model = from_torch(Net())
+    named = NAMED[function]
+    what = "parameter" if function in ("select", "reparametrise") else "submodule"
+    for wrong in (2, None, len, (0, 1)):
+        with pytest.raises(InputError, match=f"a {what} of `Net` is named by a string, such as"):
+            named(model, wrong)
+    for pattern in ("hed", "*.hed", ""):
+        with pytest.raises(InputError, match=f"matches no {what} of `Net`.*stands for one part"):
+            named(model, pattern)
+    with pytest.raises(InputError, match=r"The nearest that there is: 'layers.0.norm"):
+        named(model, "norm.*" if what == "submodule" else "norm")
+    named(model, "*.norm" if what == "submodule" else "norm.*")
+    named(model, ("layers.0.fc", "head") if what == "submodule" else ("layers.0.fc.bias", "*.bias"))
+
+
+def test_dicts_are_asked_for():
+    model = from_torch(Net())
+    with pytest.raises(InputError, match="`patch` takes a dict from the names of submodules"):
+        patch(model, ["head"])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InputError, match="`reparametrise` takes a dict from the names of param"):
+        reparametrise(model, jnp.sin)  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize(
     ("function", "args"),
     [(capture, ("*",)), (patch, ({},)), (replace_module, ("0", jnp.sin))],
@@ -342,8 +393,100 @@ def test_what_cannot_be_a_value():
     model = from_torch(Net())
     with pytest.raises(InputError, match="got a Tensor. Convert tensors by `eqx_torch.t2j"):
         patch(model, {"layers.1": torch.ones(3)})
-    with pytest.raises(InputError, match="no submodule 'layers.7'"):
+    with pytest.raises(InputError, match="'layers.7' matches no submodule"):
         patch(model, {"layers.7": jnp.ones(3)})
+
+
+def test_patches_of_one_submodule_add_up():
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model, last = from_torch(net), from_torch(net[1])
+    h = from_torch(net[0])(X)
+    value = jnp.linspace(-1, 1, X.size).reshape(X.shape).astype(h.dtype)
+    f, g, r = (lambda y: y + 1), (lambda y: y * 2), (lambda x: x - 3)
+    replaced = replace_module(model, "0", r)
+    cases = [
+        (patch(patch(model, {"0": f}), {"0": g}), g(f(h))),
+        (patch(patch(model, {"0": value}), {"0": g}), g(value)),
+        (patch(patch(model, {"0": f}), {"0": value}), value),
+        (patch(patch(patch(model, {"0": f}), {"0": value}), {"0": g}), g(value)),
+        (patch(replaced, {"0": g}), g(r(X))),
+        (patch(patch(replaced, {"0": f}), {"0": g}), g(f(r(X)))),
+        (patch(replaced, {"0": value}), value),
+        (patch(patch(replaced, {"0": value}), {"0": g}), g(value)),
+        (replace_module(patch(model, {"0": g}), "0", r), g(r(X))),
+        (replace_module(patch(model, {"0": value}), "0", r), value),
+        (replace_module(patch(replaced, {"0": g}), "0", jnp.sin), g(jnp.sin(X))),
+    ]
+    for edited, output in cases:
+        assert_trees_equal(edited(X), last(output), atol=1e-5)
+        y, captured = capture(edited, "0")(X)
+        assert_trees_equal((y, captured["0"]), (last(output), output), atol=1e-5)
+    computed = eqx.filter_jit(reparametrise(patch(replaced, {"0": g}), {"1.bias": jnp.zeros_like}))
+    assert_trees_equal(computed(X), last(g(r(X))) - last.bias, atol=1e-5)
+    assert_trees_equal(patch(capture(model, "1"), {"1": g})(X)[1]["1"], g(model(X)), atol=1e-5)
+
+
+def test_all_that_is_patched_is_trained():
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    inner, outer = Mean(jnp.array(2.0)), Mean(jnp.array(3.0))
+    model = replace_module(from_torch(net), "0", inner)
+    model = patch(patch(model, {"0": outer}), {"0": jnp.sin})
+    last = from_torch(net[1])
+    loss = lambda pair: (last(jnp.sin(pair[1](pair[0](X)))) ** 2).sum()  # noqa: E731
+    expected = jax.grad(loss)((inner, outer))
+    grads = eqx.filter_grad(lambda m: (m(X) ** 2).sum())(model)
+    assert_trees_equal(grads["0"].gain, expected[0].gain, rtol=1e-4)
+    assert_trees_equal(jax.tree.leaves(grads.inserted), jax.tree.leaves(expected), rtol=1e-4)
+    assert select(model, "0.gain")["0"].gain
+    assert len(jax.tree.leaves(eqx.filter(model, trainable(model)))) == 4
+
+
+def test_patterns_of_patches_and_replacements():
+    net = Net()
+    model = from_torch(net)
+    for layer in net.layers:
+        layer.fc.register_forward_hook(lambda m, a, y: y.cos())
+    assert_trees_equal(patch(model, {"layers.*.fc": jnp.cos})(X), net(torch.from_numpy(X)).detach())
+    new = replace_module(model, ["layers.0.fc", "*.1.fc"], jnp.sin)
+    one = replace_module(replace_module(model, "layers.0.fc", jnp.sin), "layers.1.fc", jnp.sin)
+    assert_trees_equal(new(X), one(X), exact=True)
+    assert new.params.keys() == one.params.keys()
+    values = patch(model, {"layers.*": jnp.zeros((5, WIDTH))})
+    assert len(jax.tree.leaves(values.inserted)) == 3
+    for edit in (
+        lambda: patch(model, {"layers.*": Mean(jnp.ones(()))}),
+        lambda: replace_module(model, "layers.*", Mean(jnp.ones(()))),
+    ):
+        with pytest.raises(InputError, match="matches 3 submodules.*the Mean for them has arrays"):
+            edit()
+
+
+def test_what_is_mapped_writes_to_its_arguments():
+    class Adds(torch.nn.Module):
+        def forward(self, x, seen):
+            x += 1
+            seen.append(x.sum())
+            return x * 2
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.adds, self.act = Adds(), torch.nn.Tanh()
+
+        def forward(self, x):
+            seen = []
+            h = x * 3
+            y = self.adds(h, seen)
+            return self.act(y) * h + seen[0] + len(seen)
+
+    net = Model()
+    expected = in_torch_with(net, "adds", lambda y: y.cos(), torch.from_numpy(X))
+    model = patch(patch(from_torch(net), {"adds": jnp.cos}), {"act": lambda y: y})
+    assert_trees_equal(model(X), expected, rtol=1e-5)
+    assert_trees_equal(eqx.filter_jit(model)(X), expected, rtol=1e-5)
+    y, captured = capture(model, "adds")(X)
+    assert_trees_equal(y, expected, rtol=1e-5)
+    assert captured["adds"].shape == X.shape
 
 
 # --- replace_module
@@ -469,6 +612,40 @@ def test_one_that_has_two_names():
     assert model.params == {}
 
 
+class Shared(torch.nn.Module):
+    """A submodule that has its first name outside of the part that calls it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Linear(3, 3)
+        self.b = torch.nn.Sequential(torch.nn.Tanh(), self.a)
+
+    def forward(self, x):
+        return self.b(self.a(x)) * 2
+
+
+def test_the_second_name_of_a_submodule():
+    net = Shared()
+    model = from_torch(net)
+    assert model.b[1].weight is model.a.weight is model["b.1"].weight
+    for edit in (
+        lambda m, name: patch(m, {name: jnp.sin}),
+        lambda m, name: replace_module(m, name, jnp.sin),
+        lambda m, name: replace_module(replace_module(m, "a", jnp.cos), name, jnp.sin),
+        lambda m, name: reparametrise(m, {f"{name}.weight": jnp.sin}),
+        lambda m, name: capture(m, name),
+    ):
+        first, second = edit(model, "a"), edit(model, "b.1")
+        assert_trees_equal(second(X), first(X), exact=True)
+        assert_trees_equal(second.b(X), first.b(X), exact=True)
+    assert select(model, "b.1.weight").params == {"a.weight": True, "a.bias": False}
+    sine = jnp.sin(from_torch(net.a)(jnp.tanh(X)))
+    assert_trees_equal(patch(model, {"a": jnp.sin}).b(X), sine, atol=1e-6)
+    assert_trees_equal(patch(model, {"b.1": jnp.sin}).b[1:](jnp.tanh(X)), sine, atol=1e-6)
+    with pytest.raises(ModuleError, match="b of `Shared` cannot.*together with a,"):
+        replace_module(patch(model, {"a": jnp.sin}), "b", jnp.sin)
+
+
 def test_a_replacement_is_replaced_again():
     net = Net()
     model = replace_module(from_torch(net), "layers.1", Mean(jnp.ones(())))
@@ -495,11 +672,36 @@ def test_parts_inside_of_each_other_are_refused_by_name():
     [
         (jnp.ones(3), "For an array in place of its output, `patch`"),
         (torch.nn.Tanh(), "got a torch module for 'head'. Convert it"),
+        (
+            eqx.nn.BatchNorm(2, "batch", mode="batch"),
+            "`replace_module` got a BatchNorm for 'head', which has a state.*Keep torch's layer",
+        ),
+        (
+            eqx.nn.make_with_state(from_torch)(torch.nn.BatchNorm1d(2))[0],
+            "got a TorchModule for 'head', which has a state",
+        ),
     ],
 )
 def test_what_cannot_replace(new, message):
     with pytest.raises(InputError, match=message):
         replace_module(from_torch(Net()), "head", new)
+
+
+def test_a_state_that_stays_as_it_is():
+    layer, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, "b", mode="batch", inference=True)
+    fixed = lambda x: jax.vmap(lambda row: layer(row, state)[0], axis_name="b")(x)  # noqa: E731
+    net = Net()
+    expected = in_torch_with(net, "layers.1.norm", lambda y: y * 0, torch.from_numpy(X)).detach()
+    replaced = replace_module(from_torch(net), "layers.1.norm", lambda x: 0 * fixed(x))
+    assert_trees_equal(replaced(X), expected, atol=1e-5)
+    with pytest.raises(InputError, match="`patch` got a torch module for 'head'"):
+        patch(from_torch(net), {"head": torch.nn.Tanh()})
+
+
+def test_tree_at_of_a_submodule_names_replace_module():
+    model = from_torch(Net())
+    with pytest.raises(TypeError, match="`equinox.tree_at` replaces arrays.*replace_module"):
+        eqx.tree_at(lambda m: m.layers[1], model, jnp.sin)
 
 
 def test_what_the_new_module_gives_of_another_shape_fails_in_torch():
@@ -532,7 +734,7 @@ def test_a_module_with_a_key():
     h = jnp.tanh(2 * t2j(net[0](torch.from_numpy(X)).detach()))
     assert (np.asarray(y == 0) | np.isclose(y, h, atol=1e-5)).all()
     assert 0 < np.asarray(y == 0).sum() < y.size
-    with pytest.raises(RuntimeError, match="requires a key"):
+    with pytest.raises(ModuleError, match="in place of 1 in `Sequential` draws.*`key=jax.random"):
         model(X)
     evaluated = eqx.nn.inference_mode(model)
     assert_trees_equal(evaluated(X), jnp.tanh(t2j(net[0](torch.from_numpy(X)).detach())))
@@ -634,6 +836,7 @@ def test_caches_are_refused():
     assert_trees_equal(model(X), jnp.sin(X))
     with pytest.raises(ModuleError, match="layer in `Model` is given a Cache.*`use_cache=False`"):
         replace_module(model, "layer", lambda x, cache: jnp.sin(x))(X)
+    assert_trees_equal(patch(model, {"layer": jnp.cos})(X), jnp.cos(jnp.sin(X)), atol=1e-6)
 
 
 class Energy(torch.nn.Module):

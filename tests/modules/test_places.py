@@ -1,6 +1,7 @@
 """Modules that hold their tensors in other places than registered attributes, as in torch."""
 
 import collections
+import copy
 import dataclasses
 import functools
 import types
@@ -634,3 +635,56 @@ def test_gradients_are_masked_as_the_message_about_hooks_says():
     module.encoder.weight.register_hook(lambda g: g * mask)
     (module(x) ** 2).sum().backward()
     assert_trees_equal(grads.params["encoder.weight"], module.encoder.weight.grad, rtol=1e-4)
+
+
+class Copies(torch.nn.Module):
+    """Copies a layer in its forward, or all of itself."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.layer, self.whole = torch.nn.Linear(4, 4), whole
+
+    def forward(self, x):
+        return copy.deepcopy(self).layer(x) if self.whole else copy.deepcopy(self.layer)(x)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_copies_made_in_a_forward(whole):
+    net = Copies(whole)
+    expected = net(torch.from_numpy(X)).detach()
+    assert_trees_equal(from_torch(net)(X), expected, atol=1e-6)
+    assert_trees_equal(eqx.filter_jit(from_torch(net))(X), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("holder", [weakref.proxy, lambda module: module])
+def test_a_module_registered_in_itself_is_refused(holder):
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    net[1].up = holder(net)
+    with pytest.raises(ModuleError, match=r'as its submodule 1.up, so.*__setattr__\(self, "up"'):
+        from_torch(net)
+
+
+class Held(torch.nn.Module):
+    """Holds a parameter of a layer where only Python's garbage collector sees it."""
+
+    def __init__(self, hold):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.held = hold(self.layer.weight)
+
+    def forward(self, x):
+        return x @ next(iter(self.held))
+
+
+def as_object(weight):
+    array = np.empty(1, object)
+    array[0] = weight
+    return array
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("hold", [as_object, lambda w: iter([w]), lambda w: map(abs, [w])])
+def test_parameters_where_none_can_be_put_are_named(hold, jit):
+    model = from_torch(Held(hold))
+    with pytest.raises(ModuleError, match=r"reads layer.weight from its attribute held \("):
+        (eqx.filter_jit(model) if jit else model)(X)
