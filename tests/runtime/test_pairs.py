@@ -118,7 +118,7 @@ CASES = {
     ),
     "donated": (lambda f: lambda x: jax.jit(step(f), donate_argnums=0)(x + 0), (4, 0, 0)),
     "inner jit": (lambda f: jax.jit(jax.grad(lambda x: layers(f, x, jax.jit))), (4, 0, 0)),
-    "batch": (lambda f: jax.jit(lambda x: jax.vmap(jax.grad(f))(x)), (1, 0, 0)),
+    "batch": (lambda f: jax.jit(jax.grad(lambda x: jax.vmap(f)(x).sum())), (1, 0, 0)),
     "second order": (lambda f: jax.jit(hessian_vector(f)), (2, 0, 0)),
     "outside of jit": (by_pullback, (1, 0, 0)),
     "layers outside of jit": (lambda f: jax.grad(lambda x: layers(f, x)), (4, 0, 0)),
