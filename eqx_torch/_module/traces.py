@@ -162,6 +162,9 @@ class Reads(TorchDispatchMode):
         self._bound = set(map(id, bound))
         self._hidden = hidden
         self._name = name
+        loose = list(loose)
+        # Memory that were freed meanwhile would be that of others, under the same key.
+        self._alive = [*originals.values(), *(tensor for _, tensor in loose)]
         self._originals = {key: n for n, t in originals.items() for key in _keys(t)}
         self._loose = {key: path for path, tensor in loose for key in _keys(tensor)}
         self._read: dict[str, None] = {}
