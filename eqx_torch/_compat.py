@@ -28,11 +28,6 @@ from jax._src.core import (
     # microseconds, and one more for each array.
     trace_state_clean as outside_of_transformations,
 )
-from jax._src.interpreters.ad import (
-    # Public rules, those for jvp, do not say whether reverse mode comes.
-    fallback_linearize_rule as linearize_by_jvp_of,
-    primitive_linearizations,
-)
 from jax._src.lax.lax import (
     # JAX makes weakly typed arrays of Python numbers, but no public function makes one of an array.
     _convert_element_type as _converted_element_type,
@@ -152,7 +147,6 @@ __all__ = [
     "is_functorch_wrapped_tensor",
     "leaf_prefix",
     "levels_of_func",
-    "linearize_by_jvp_of",
     "outside_of_transformations",
     "set_forward_grad_enabled",
     "set_grad_enabled",
@@ -398,15 +392,6 @@ def route_default_generator(choose: Callable[[], torch.Generator | None]) -> Non
     That is the only name by which they know it. Operators do not ask for it.
     """
     torch.random.default_generator = _RoutedGenerator(choose)  # type: ignore[assignment]
-
-
-def register_linearize(primitive: Primitive, rule: Callable[..., tuple[Any, ...]]) -> None:
-    """Registers how a primitive is linearized, for reverse mode or `jax.linearize`.
-
-    A rule takes whether it is for reverse mode, which primals have tangents, the primals and the
-    parameters. What it gives depends on JAX's version, so that it ends in `linearize_by_jvp_of`.
-    """
-    primitive_linearizations[primitive] = rule
 
 
 def register_dce(

@@ -42,14 +42,6 @@ _UNSEEN = frozenset(
 )
 _KEYWORDS = frozenset(["out", "inplace"])
 _HARMLESS = frozenset(["requires_grad_", "detach_", "share_memory_", "rename_"])
-# What makes a pullback of a number other than that number times the pullback of 1: hooks and
-# backwards of the user's, by what they do, and half precision, by underflow.
-_SCALED = frozenset(
-    [
-        *("register_full_backward_hook", "register_full_backward_pre_hook"),
-        *("backward", "custom_bwd", "autocast", "half", "float16"),
-    ]
-)
 _HOOKS = frozenset(["register_hook", "register_prehook", "register_multi_grad_hook"])
 # Parameters require gradients, and torch lets nobody write to them where it records.
 _UNRECORDED = frozenset(["no_grad", "inference_mode", "set_grad_enabled", "backward", "jvp"])
@@ -196,14 +188,12 @@ class Ways(NamedTuple):
         in_place: those that it counts.
         unrecorded: no way by itself: where no gradient is recorded, these go for parameters too.
         hooks: no way by itself: hooks on gradients, of which a graph does not tell.
-        scaled: no way by itself: a pullback may depend on the scale of what it is given.
     """
 
     unseen: bool = False
     in_place: bool = False
     unrecorded: bool = False
     hooks: bool = False
-    scaled: bool = False
 
 
 def ways_to_write(function: Callable[..., Any]) -> Ways:
@@ -265,9 +255,7 @@ def _ways_in(code: types.CodeType) -> Ways:
     names = names_in(code)
     in_place = any(map(_writes_in_place, names)) or _assigns(code)
     unrecorded = not _UNRECORDED.isdisjoint([*names, code.co_name])
-    hooks = bool(names & _HOOKS)
-    scaled = hooks or not _SCALED.isdisjoint([*names, code.co_name])
-    return Ways(bool(names & _UNSEEN), in_place, unrecorded, hooks, scaled)
+    return Ways(bool(names & _UNSEEN), in_place, unrecorded, bool(names & _HOOKS))
 
 
 @functools.cache

@@ -45,8 +45,7 @@ class TorchCall:
     **Attributes:**
 
     - `function`: the name of the torch function or module.
-    - `kind`: "forward"; "backward" if it computed cotangents; "gradient" if it computed a number
-        and its gradient at once; "tangent" if it computed tangents.
+    - `kind`: "forward"; "backward" if it computed cotangents; "tangent" if it computed tangents.
         Of a derivative of higher order, what was taken last counts.
     - `program`: all that was computed, for instance `vmap(vjp(f))`; a forward that keeps its graph
         for the backward is a `record(f)`.
@@ -274,7 +273,7 @@ def timeline() -> Iterator[Timeline]:
         >>> with timeline() as record:
         ...     y = f(jnp.ones(3)).block_until_ready()
         >>> [(call.kind, call.device) for call in record.events]
-        [('gradient', 'cpu:0')]
+        [('forward', 'cpu:0'), ('backward', 'cpu:0')]
     """
     record = Timeline()
     ACTIVE.append(record)
@@ -391,12 +390,7 @@ def _trace_events(calls: Sequence[TorchCall], origin: float) -> Iterator[dict[st
                 }
 
 
-_COLOURS = {
-    "forward": "#4c72b0",
-    "backward": "#dd8452",
-    "gradient": "#8172b3",
-    "tangent": "#55a868",
-}
+_COLOURS = {"forward": "#4c72b0", "backward": "#dd8452", "tangent": "#55a868"}
 _WIDTH = 10.0  # inches
 _ROW = 0.42
 _BAR = 0.84  # of a row

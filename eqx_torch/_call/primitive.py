@@ -6,14 +6,12 @@ of `p.outs`. Each rule turns it into other calls of itself, whose parameters are
 
 import dataclasses
 import functools
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -22,12 +20,10 @@ from jax.sharding import get_abstract_mesh
 from .._compat import (
     callback_target,
     explicit_axes,
-    linearize_by_jvp_of,
     lower_callback,
     output_aval,
     outside_of_transformations,
     register_dce,
-    register_linearize,
     varying_axes,
 )
 from .._errors import DepthError, EqxTorchError, ShardingError
@@ -36,12 +32,10 @@ from .._program import (
     adjoint,
     batched_with_graph,
     differential,
-    Gradient,
     Jvp,
     Program,
     Record,
     recording,
-    Spec,
     TOKEN,
     untaped,
     Vjp,
@@ -157,7 +151,11 @@ def jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, program: Program
 ) -> tuple[list[Any], list[Any]]:
     """The outputs and their tangents."""
-    active = _active(program, tangents)
+    active = tuple(
+        i
+        for i, (spec, t) in enumerate(zip(program.ins, tangents, strict=True))
+        if spec.differentiable and type(t) is not ad.Zero
+    )
     recorded = bool(active) and is_recorded(program)
     results = call(recording(program, active) if recorded else program, *primals)
     outs, token = results[: len(program.outs)], results[len(program.outs) :]
@@ -172,66 +170,6 @@ def jvp(
     return outs, out_tangents
 
 
-def _active(program: Program, tangents: Sequence[Any]) -> tuple[int, ...]:
-    """The inputs that have tangents."""
-    pairs = zip(program.ins, tangents, strict=True)
-    return tuple(i for i, (s, t) in enumerate(pairs) if s.differentiable and type(t) is not ad.Zero)
-
-
-# Where reverse mode comes, and f gives one number y, its pullback for any u is that for 1 times u.
-# So there is one call, of the program that gives y and the gradient g = A(x)^T 1, and dy = g dx. A
-# derivative of both, as of an energy and its forces, is then a derivative of one program.
-
-
-def linearize(
-    is_vjp: bool, nonzeros: Sequence[bool], *primals: Any, program: Program
-) -> tuple[Any, ...]:
-    """The outputs, and their tangents as a function of residuals."""
-    primitive = _at_once_p if is_vjp and _is_pulled_at_once(program) else torch_call_p
-    return linearize_by_jvp_of(primitive, is_vjp, nonzeros, *primals, program=program)
-
-
-# Stands for `torch_call_p` where that is linearized by `_with_gradient`; it is never bound.
-_at_once_p = Primitive("torch_call")
-_at_once_p.multiple_results = True
-
-
-def _is_pulled_at_once(program: Program) -> bool:
-    if program.order or isinstance(program, Record) or not is_recorded(program):
-        return False
-    if not program.leaf.pulls_at_once:
-        return False
-    (spec,) = (program.outs[i] for i in program.inexact_outs)
-    return spec.dtype in (np.float32, np.float64) and math.prod(spec.shape) == 1
-
-
-def _with_gradient(
-    primals: Sequence[Any], tangents: Sequence[Any], *, program: Program
-) -> tuple[list[Any], list[Any]]:
-    """The outputs and their tangents, by a gradient."""
-    active = _active(program, tangents)
-    if not active:
-        return jvp(primals, tangents, program=program)
-    gradient = Gradient(program, active, program.inexact_outs)
-    _check_depth(gradient)
-    results, count = call(gradient, *primals), len(program.outs)
-    outs, gradients = results[:count], results[count:]
-    out_tangents: list[Any] = [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in outs]
-    (number,) = gradient.of
-    factors = align([*gradients, *(tangents[i] for i in active)])
-    out_tangents[number] = _inner(*factors, spec=program.outs[number])
-    return outs, out_tangents
-
-
-@functools.partial(jax.jit, static_argnames="spec")
-def _inner(*factors: Any, spec: Spec) -> Any:
-    """The tangent of a number, of gradients followed by tangents."""
-    half = len(factors) // 2
-    pairs = zip(factors[:half], factors[half:], strict=True)
-    terms = [jnp.real(g * t).sum().astype(spec.dtype) for g, t in pairs]
-    return functools.reduce(jnp.add, terms).reshape(spec.shape)
-
-
 def is_recorded(program: Program) -> bool:
     """Whether to keep the graph for derivatives: of forwards, and of pullbacks that have theirs."""
     function = program.leaf.function
@@ -241,9 +179,7 @@ def is_recorded(program: Program) -> bool:
         return True
     if isinstance(program, Vmap) and not program.recordable:
         return False
-    if isinstance(program, Vjp):
-        return program.taped
-    return program.order == 0 or isinstance(program, Gradient)
+    return program.order == 0 or (isinstance(program, Vjp) and program.taped)
 
 
 def transpose(cotangents: Sequence[Any], *primals: Any, program: Program) -> list[Any]:
@@ -266,29 +202,22 @@ def dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     program = eqn.params["program"]
     if not any(used):
         return [False] * len(eqn.invars), None
-    less, kept = _less(program, tuple(i for i, u in enumerate(used) if u))
-    outvars = [eqn.outvars[i] for i in kept]
-    new = eqn.replace(params=dict(eqn.params, program=less), outvars=outvars)
-    return [True] * len(eqn.invars), new
-
-
-def _less(program: Program, kept: tuple[int, ...]) -> tuple[Program, tuple[int, ...]]:
-    """A program that gives these outputs, and those of the old one that it gives."""
-    if isinstance(program, Record | Gradient):
+    kept = tuple(i for i, u in enumerate(used) if u)
+    if isinstance(program, Record):
         outs = len(program.inner.outs)
-        further = tuple(i for i in kept if i >= outs)
-        if not further:
-            return _less(program.inner, kept)
-        if isinstance(program, Record):
-            less = dataclasses.replace(program, count=len(further))
-        else:
-            less = dataclasses.replace(program, wrt=tuple(program.wrt[i - outs] for i in further))
-        return less, (*range(outs), *further)
-    if isinstance(program, Jvp):
-        return dataclasses.replace(program, of=tuple(program.of[i] for i in kept)), kept
-    if isinstance(program, Vjp):
-        return dataclasses.replace(program, wrt=tuple(program.wrt[i] for i in kept)), kept
-    return program, tuple(range(len(program.outs)))
+        tokens = tuple(i for i in kept if i >= outs)
+        kept = (*range(outs), *tokens)
+        inner = program.inner
+        program = dataclasses.replace(program, count=len(tokens)) if tokens else inner
+    elif isinstance(program, Jvp):
+        program = dataclasses.replace(program, of=tuple(program.of[i] for i in kept))
+    elif isinstance(program, Vjp):
+        program = dataclasses.replace(program, wrt=tuple(program.wrt[i] for i in kept))
+    else:
+        kept = tuple(range(len(used)))
+    outvars = [eqn.outvars[i] for i in kept]
+    new = eqn.replace(params=dict(eqn.params, program=program), outvars=outvars)
+    return [True] * len(eqn.invars), new
 
 
 def _defined(primal: Any) -> Any:
@@ -475,8 +404,6 @@ def _is_explicit(mesh: Any) -> bool:
 torch_call_p.def_impl(impl)
 torch_call_p.def_abstract_eval(abstract_eval)
 ad.primitive_jvps[torch_call_p] = jvp
-ad.primitive_jvps[_at_once_p] = _with_gradient
-register_linearize(torch_call_p, linearize)
 ad.primitive_transposes[torch_call_p] = transpose
 batching.primitive_batchers[torch_call_p] = batch
 register_dce(torch_call_p, dce)

@@ -15,7 +15,7 @@ from .calculus import (
     recording as recording,
     untaped as untaped,
 )
-from .derivative import Gradient as Gradient, Jvp as Jvp, Record as Record, Vjp as Vjp
+from .derivative import Jvp as Jvp, Record as Record, Vjp as Vjp
 from .exclusive import EXCLUSIVE as EXCLUSIVE, local_gpus as local_gpus, settle as settle
 from .function import (
     Code as Code,

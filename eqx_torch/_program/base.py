@@ -3,7 +3,6 @@
 A program maps a flat list of tensors to a flat list of tensors. A `Leaf` is the user's function;
 the others are made from a program by a transformation:
 
-    Gradient(p, wrt, of)    its outputs and the gradient, by the inputs `wrt`, of the number in `of`
     Jvp(p, wrt, of)         the tangents of the outputs `of` for tangents of the inputs `wrt`
     Vjp(p, wrt, of)         the cotangents of the inputs `wrt` for cotangents of the outputs `of`
     Vmap(p, in_axes, ...)   one call for a whole batch
@@ -30,7 +29,7 @@ from .._dtypes import is_inexact
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 Indices: TypeAlias = tuple[int, ...]
-Kind: TypeAlias = Literal["forward", "backward", "tangent", "gradient"]
+Kind: TypeAlias = Literal["forward", "backward", "tangent"]
 
 
 class Spec(NamedTuple):

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import torch
 
@@ -16,8 +15,6 @@ from .graph import with_dense_gradient
 
 
 Axes = tuple[int | None, ...]
-
-_Result = TypeVar("_Result")
 
 _ROWS = torch.contiguous_format
 
@@ -131,7 +128,9 @@ class Vmap(Derived):
         return out
 
 
-def batched_or_looped(program: Program, differentiate: Callable[[], _Result]) -> _Result:
+def batched_or_looped(
+    program: Program, differentiate: Callable[[], list[torch.Tensor]]
+) -> list[torch.Tensor]:
     """A derivative of what may be batched: torch may batch a forward, but not its backward."""
     findings = program.leaf.function.findings
     try:

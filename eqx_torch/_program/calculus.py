@@ -7,9 +7,9 @@ own inputs are those residuals followed by the tangents (or cotangents).
 import dataclasses
 from typing import NamedTuple
 
-from .base import Derivative, Indices, pick, Program
+from .base import Indices, pick, Program
 from .batch import Axes, Vmap
-from .derivative import Gradient, Jvp, Record, Vjp
+from .derivative import Jvp, Record, Vjp
 
 
 def recording(program: Program, wrt: Indices) -> Record:
@@ -134,8 +134,6 @@ def batched_with_graph(program: Program, dims: Axes, size: int) -> Batched | Non
             return None
         recorded = dataclasses.replace(program, inner=inner.program)
         return Batched(recorded, inner.in_axes, (*inner.out_axes, *[None] * program.count))
-    if isinstance(program, Gradient):
-        return _batch_of_derivative(program, dims, size)
     if not (isinstance(program, Jvp | Vjp) and program.taped):
         return None
     token = len(program.inner.ins)
@@ -150,7 +148,7 @@ def batched_with_graph(program: Program, dims: Axes, size: int) -> Batched | Non
 
 def _batch(program: Program, dims: Axes, size: int) -> Batched:
     """The derivative of a batch if that is the same, else the batch of the program."""
-    if isinstance(program, Derivative):
+    if isinstance(program, Jvp | Vjp):
         batch = _batch_of_derivative(program, dims[: len(program.inner.ins)], size)
         if batch is not None:
             return batch
@@ -158,14 +156,13 @@ def _batch(program: Program, dims: Axes, size: int) -> Batched:
     return Batched(Vmap(program, dims, out_axes, size), dims, out_axes)
 
 
-def _batch_of_derivative(program: Derivative, dims: Axes, size: int) -> Batched | None:
+def _batch_of_derivative(program: Jvp | Vjp, dims: Axes, size: int) -> Batched | None:
     """The derivative of a batch, with the axes of the primals in `dims`, its token not counted."""
     inner = _batch(program.inner, dims, size)
     by, of = pick(inner.in_axes, program.wrt), pick(inner.out_axes, program.of)
     if None in by:
         return None
-    derivative = dataclasses.replace(program, inner=inner.program)
-    if isinstance(program, Gradient):
-        return Batched(derivative, inner.in_axes, inner.out_axes + by)
     taken, given = (by, of) if isinstance(program, Jvp) else (of, by)
-    return Batched(derivative, (*inner.in_axes, *taken), given)
+    return Batched(
+        dataclasses.replace(program, inner=inner.program), (*inner.in_axes, *taken), given
+    )

@@ -28,27 +28,31 @@ from .forward import (
 from .function import LearntBackward
 from .leaf import observed
 from .reverse import (
-    alike,
     conj,
     extended_pullback,
     functional_pullback,
-    functional_pulled,
     is_refusal,
     pullback,
-    pulled,
     recorded,
-    recorded_gradient,
     replayed_pullback,
     replayed_tangents,
-    replayed_tangents_of_gradient,
-    scales,
 )
 from .seen import random_like
 from .tape import Tape, TAPES, TapeSite
 
 
-class _Learning(Derivative):
-    """A derivative that finds out on its first run what it writes to."""
+class _Taped(Derivative):
+    """A derivative that may be computed by the graph that `Record` has kept of `inner`."""
+
+    @functools.cached_property
+    def untaped(self) -> Self:
+        """The same without a token."""
+        return dataclasses.replace(self, taped=False) if self.taped else self
+
+    @functools.cached_property
+    def tape_site(self) -> TapeSite:
+        """Where the graphs of `inner` are kept."""
+        return _site(self.inner)
 
     @functools.cached_property
     def learnt(self) -> LearntBackward:
@@ -79,99 +83,6 @@ class _Learning(Derivative):
         named = bool(self.leaf.function.may_write(len(self.inner.ins)))
         self.learnt.writes = named or any(i >= count for i in written)
         return results
-
-
-class _Taped(_Learning):
-    """A derivative that may be computed by the graph that `Record` has kept of `inner`."""
-
-    @functools.cached_property
-    def untaped(self) -> Self:
-        """The same without a token."""
-        return dataclasses.replace(self, taped=False) if self.taped else self
-
-    @functools.cached_property
-    def tape_site(self) -> TapeSite:
-        """Where the graphs of `inner` are kept."""
-        return _site(self.inner)
-
-
-@cached_weakly
-@dataclasses.dataclass(frozen=True, repr=False)
-class Gradient(_Learning):
-    """The outputs of `inner`, and the gradient, by the inputs `wrt`, of the real number in `of`.
-
-    JAX multiplies it by the number's cotangent. So there is one call for the value and the
-    gradient, and one graph of both, for derivatives of both.
-    """
-
-    @functools.cached_property
-    def ins(self) -> tuple[Spec, ...]:
-        return self.inner.ins
-
-    @functools.cached_property
-    def outs(self) -> tuple[Spec, ...]:
-        return (*self.inner.outs, *pick(self.inner.ins, self.wrt))
-
-    @functools.cached_property
-    def linear(self) -> frozenset[int]:
-        return frozenset()
-
-    @property
-    def name(self) -> str:
-        return f"gradient({self.inner.name})"
-
-    @property
-    def kind(self) -> Kind:
-        return "gradient"
-
-    def broadcast(self, size: int, shared: Indices) -> Program:
-        return Gradient(self.inner.broadcast(size, ()), self.wrt, self.of)
-
-    def run(self, inputs: Tensors, functional: bool) -> list[torch.Tensor]:
-        if functional:
-            return self._conjugated(*functional_pulled(self, inputs))
-        if self.learnt.writes is None:
-            return self._observed(inputs, [], self._first_run)
-        return self._conjugated(*self._pulled(inputs))
-
-    def _first_run(self, primals: Tensors, _: Tensors) -> list[torch.Tensor]:
-        results = self._conjugated(*self._pulled(primals))
-        findings = self.leaf.function.findings
-        if not (self.batches or findings.grad_is_refused or scales(self, primals)):
-            raise EqxTorchError(_NOT_LINEAR.format(name=self.leaf.name))
-        return results
-
-    def _pulled(self, primals: Tensors) -> tuple[Tensors, Tensors]:
-        return batched_or_looped(self, functools.partial(pulled, self, primals))
-
-    def _conjugated(self, results: Tensors, gradients: Tensors) -> list[torch.Tensor]:
-        return [*results, *map(conj, gradients)]
-
-    def recorded(self, inputs: Tensors, wrt: Indices, copies: bool) -> tuple[Tensors, Tape | None]:
-        """The outputs, and their graph by the inputs `wrt`.
-
-        There is none on the first run, which is on copies, nor where autograd does not see all of
-        the gradient: who differentiates it will have the error.
-        """
-        learnt = self.learnt
-        if learnt.writes is None or learnt.extends is False:
-            return self.run(inputs, False), None
-        try:
-            plain = learnt.plain or None
-            results, tape = recorded_gradient(self, inputs, wrt, copies, plain)
-        except Exception:
-            learnt.extends = False
-            return self.run(inputs, False), None
-        learnt.extends, learnt.plain = True, tape is None or tape.is_plain
-        return results, tape
-
-
-_NOT_LINEAR = (
-    "`{name}` returns one number, whose gradient JAX multiplies by the number's own, but its "
-    "backward is not linear in the gradient that it is given: a hook, or the backward of a "
-    "`torch.autograd.Function`, changes it otherwise, as clipping does. Wrap it with "
-    '`residuals="recompute"`, which gives the backward what JAX has.'
-)
 
 
 @cached_weakly
@@ -237,18 +148,17 @@ class Jvp(_Taped):
         Once, it is asked by random tangents whether it has.
         """
         inner, learnt = self.inner, self.learnt
-        if not isinstance(inner, Vjp | Gradient) or learnt.symmetric is False:
+        if not isinstance(inner, Vjp) or learnt.symmetric is False:
             return None
-        replay = replayed_tangents if isinstance(inner, Vjp) else replayed_tangents_of_gradient
         try:
             if learnt.symmetric is None:
                 trial = random_like(tangents)
-                found = replay(self, inner, tape, trial, True)
+                found = replayed_tangents(self, inner, tape, trial, keep=True)
                 learnt.symmetric = found is not None and all(
-                    map(alike, found, self._tangents(primals, trial, False))
+                    map(_alike, found, self._tangents(primals, trial, False))
                 )
             if learnt.symmetric:
-                return replay(self, inner, tape, tangents, not tape.held.is_last)
+                return replayed_tangents(self, inner, tape, tangents, not tape.held.is_last)
         except RuntimeError:
             learnt.symmetric = False
         return None
@@ -408,7 +318,7 @@ class Vjp(_Taped):
         needed = tuple(sorted({*self.wrt, *own}))
         tape = _taken(self, inputs, needed) if self.taped else None
         if tape is None:
-            _, tape = _recording(self.inner)(primals, needed, self.tape_site.copies)
+            _, tape = _recorded(self.inner, primals, needed, self.tape_site.copies)
         if tape is None:
             return self.untaped.run([*primals, *cotangents], False), None
         longer = None
@@ -465,7 +375,9 @@ class Record(Derived):
 
     @functools.cached_property
     def _evaluate(self) -> Callable[[Tensors, Indices, bool], tuple[Tensors, Tape | None]]:
-        return _recording(self.inner)
+        if isinstance(self.inner, Vjp):
+            return self.inner.recorded
+        return functools.partial(recorded, self.inner)
 
     @functools.cached_property
     def tape_site(self) -> TapeSite:
@@ -490,11 +402,13 @@ class Record(Derived):
         return [*results, *[torch.full((1,), token, dtype=torch.int32) for token in tokens]]
 
 
-def _recording(program: Program) -> Callable[[Tensors, Indices, bool], tuple[Tensors, Tape | None]]:
-    """How the outputs of a program are computed with their graph."""
-    if isinstance(program, Vjp | Gradient):
-        return program.recorded
-    return functools.partial(recorded, program)
+def _recorded(
+    program: Program, inputs: Tensors, wrt: Indices, copies: bool
+) -> tuple[Tensors, Tape | None]:
+    """What `Record` computes, for a derivative that has found no graph."""
+    if isinstance(program, Vjp):
+        return program.recorded(inputs, wrt, copies)
+    return recorded(program, inputs, wrt, copies)
 
 
 def _site(program: Program) -> TapeSite:
@@ -521,6 +435,13 @@ def _of_forward(kind: type[_Kind], program: Derivative) -> _Kind | None:
         return None
     of = pick(inner.of, [i - len(inner.inner.ins) for i in program.wrt])
     return kind(inner.inner, pick(inner.wrt, program.of), of)
+
+
+def _alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    found, expected = found.detach(), expected.detach()
+    tolerance = torch.finfo(expected.dtype).eps ** 0.5
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * scale)
 
 
 def _through_forward_mode(

@@ -17,7 +17,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from .._compat import cached_weakly
@@ -84,19 +83,6 @@ class Leaf(Program):
         dtypes = (wide or dtype_j2t(spec.dtype) for spec, wide in pairs)
         narrow = self.function.holds_narrow or any(map(is_narrow, dtypes))
         return narrow or self.site.seed is not None
-
-    @functools.cached_property
-    def pulls_at_once(self) -> bool:
-        """Whether it returns one real number, of which a gradient may be taken ahead of time.
-
-        Then it is to be multiplied by a cotangent. In half precision that would be too late for a
-        scaled loss; and what the backward of a user's does need not be linear.
-        """
-        of = self.inexact_outs
-        half = any(spec.dtype == np.float16 for spec in (*self.ins, *self.outs))
-        if len(of) != 1 or half or not self.site.ambient.is_neutral:
-            return False
-        return not self.function.ways_to_write.scaled
 
     def __hash__(self) -> int:
         return self._hash

@@ -10,7 +10,7 @@ J^T u = conj(J^H conj(u)). The functions here are torch's.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -31,7 +31,6 @@ from .seen import (
 from .tape import Held, Tape
 
 
-_MANY = 2.0**20
 _STRIDED = torch.strided
 
 # How reentrant checkpoints refuse `torch.autograd.grad`.
@@ -45,46 +44,34 @@ _NO_SECOND = (
 
 def pullback(vjp: Derivative, primals: Tensors, cotangents: Tensors) -> list[torch.Tensor]:
     """The pullback, by a new forward."""
-    return pulled(vjp, primals, cotangents)[1]
-
-
-def pulled(
-    program: Derivative, primals: Tensors, cotangents: Tensors | None = None
-) -> tuple[Tensors, list[torch.Tensor]]:
-    """All outputs of the inner program, by a new forward, and the pullback, of 1 by default."""
-    active = [leaf_of(p) for p in pick(primals, program.wrt)]
-    inputs = replaced(primals, program.wrt, active)
-    results = program.inner.run(inputs, False)
-    outputs = pick(results, program.of)
-    if cotangents is None:
-        cotangents = list(map(torch.ones_like, outputs))
     nested = requires_gradient([*primals, *cotangents])
-    findings = program.leaf.function.findings
+    active = [leaf_of(p) for p in pick(primals, vjp.wrt)]
+    forward = restricted(vjp, primals, functional=False)
+    findings = vjp.leaf.function.findings
     if nested:
         # Only then does torch put in the nodes that `refuse_errors` looks for.
         cotangents = [u if u.requires_grad else u.detach().requires_grad_() for u in cotangents]
     if nested or not findings.grad_is_refused:
-        nodes = nodes_behind(y.grad_fn for y in outputs) if nested or program.inner.order else []
-        if program.inner.order:
+        outputs = forward(*active)
+        nodes = nodes_behind(y.grad_fn for y in outputs) if nested or vjp.inner.order else []
+        if vjp.inner.order:
             refuse_errors(nodes)
         if nested:
             by_primals = requires_gradient(primals)
-            message = _NO_SECOND.format(name=program.leaf.name)
+            message = _NO_SECOND.format(name=vjp.leaf.name)
             with refusing_unseen(nodes, message, by_primals):
                 grads = gradients(outputs, active, cotangents, create_graph=True)
                 refuse_unseen(grads, message)
             if any(map(is_users, nodes)):
-                refuse_unseen_nearby(program, primals, message)
-            return results, grads
+                refuse_unseen_nearby(vjp, primals, message)
+            return grads
         try:
-            return results, gradients(outputs, active, cotangents, create_graph=False)
+            return gradients(outputs, active, cotangents, create_graph=False)
         except RuntimeError as error:
             if not is_refusal(error):
                 raise
         findings.grad_is_refused = True
-        results = program.inner.run(inputs, False)
-        outputs = pick(results, program.of)
-    return results, _accumulated(outputs, active, cotangents)
+    return _accumulated(forward(*active), active, cotangents)
 
 
 def recorded(
@@ -103,74 +90,6 @@ def recorded(
         addresses=[None if copies else x.data_ptr() for x in inputs],
         held=Held(program.leaf.function.code.keep()),
     )
-
-
-def recorded_gradient(
-    program: Derivative, inputs: Tensors, wrt: Indices, copies: bool, plain: bool | None
-) -> tuple[Tensors, Tape | None]:
-    """The outputs of the inner program, the pullback of 1, and the graph of both.
-
-    Raises where autograd does not see all of it. Torch's own nodes it sees, if it has on one run.
-
-    Args:
-        program: the program, which is differentiated by `wrt`.
-        inputs: its inputs.
-        wrt: the inputs that it is differentiated by.
-        copies: whether to record on copies of the inputs.
-        plain: whether an earlier run has consisted of torch's own nodes, None if there was none.
-    """
-    primals = [x.clone() for x in inputs] if copies else inputs
-    needed = tuple(sorted({*wrt, *program.wrt}))
-    active = {i: leaf_of(primals[i]) for i in needed}
-    results = program.inner.run(replaced(primals, needed, list(active.values())), False)
-    outputs, by = pick(results, program.of), [active[i] for i in program.wrt]
-    cotangents = [torch.ones_like(y, requires_grad=not plain) for y in outputs]
-    pull = functools.partial(gradients, outputs, by, cotangents, create_graph=True)
-    behind = [y.grad_fn for y in outputs]
-    grads = pull() if plain else _seen(program, pull, nodes_behind(behind), bool(wrt))
-    results = [*results, *map(conj, grads)]
-    edges = [_edge(y) for y in results]
-    nodes = nodes_behind(edge.node for edge in edges if edge is not None)
-    is_plain = not any(map(is_users, nodes))
-    if plain and not is_plain:
-        return recorded_gradient(program, inputs, wrt, copies, plain=None)
-    if plain is None and not is_plain:
-        refuse_unseen_nearby(program, primals, _NO_SECOND.format(name=program.leaf.name))
-    refuse_errors(nodes)
-    if not any(edges):
-        return results, None
-    return results, Tape(
-        inputs=active,
-        outputs=edges,
-        addresses=[None if copies else x.data_ptr() for x in inputs],
-        held=Held(program.leaf.function.code.keep()),
-        is_plain=is_plain and not program.leaf.function.ways_to_write.hooks,
-    )
-
-
-def scales(program: Derivative, primals: Tensors) -> bool:
-    """Whether the pullback of a number is that number times the pullback of 1.
-
-    torch's own always is. One that clips gradients is not.
-    """
-    active = [leaf_of(p) for p in pick(primals, program.wrt)]
-    outputs = restricted(program, primals, functional=False)(*active)
-    if not any(map(is_users, nodes_behind(y.grad_fn for y in outputs))):
-        return True
-    one, many = (
-        gradients(outputs, active, [torch.full_like(y, u) for y in outputs], False, keep=True)
-        for u in (1.0, _MANY)
-    )
-    pairs = zip(one, many, strict=True)
-    return all(not x.isfinite().all() or alike(y, x * _MANY) for x, y in pairs)
-
-
-def alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two results are the same but for rounding."""
-    found, expected = found.detach(), expected.detach()
-    tolerance = torch.finfo(expected.dtype).eps ** 0.5
-    scale = float(expected.abs().max()) if expected.numel() else 0.0
-    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * scale)
 
 
 def replayed_pullback(vjp: Derivative, tape: Tape, cotangents: Tensors) -> list[torch.Tensor]:
@@ -273,42 +192,14 @@ def replayed_tangents(
     return list(map(conj, pushed))
 
 
-def replayed_tangents_of_gradient(
-    jvp: Derivative, gradient: Derivative, tape: Tape, tangents: Tensors, keep: bool
-) -> list[torch.Tensor] | None:
-    """The same of a gradient, whose Jacobian is a Hessian and so symmetric."""
-    first = len(gradient.inner.outs)
-    if not tape.is_plain or min(jvp.of) < first or not set(gradient.wrt).issuperset(jvp.wrt):
-        return None
-    edges = [tape.outputs[first + gradient.wrt.index(i)] for i in jvp.wrt]
-    inputs = [tape.inputs[gradient.wrt[i - first]] for i in jvp.of]
-    pairs = zip(edges, map(conj, tangents), strict=True)
-    with tape.held.guard():
-        pushed = _gradients_of(pairs, inputs, create_graph=False, keep=keep)
-    return list(map(conj, pushed))
-
-
 def functional_pullback(
     vjp: Derivative, primals: Tensors, cotangents: Tensors
 ) -> list[torch.Tensor]:
     """The pullback, by `torch.func`."""
-    return functional_pulled(vjp, primals, cotangents)[1]
-
-
-def functional_pulled(
-    program: Derivative, primals: Tensors, cotangents: Tensors | None = None
-) -> tuple[Tensors, list[torch.Tensor]]:
-    """As `pulled`, by `torch.func`."""
-    active = pick(primals, program.wrt)
-
-    def forward(*active: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Tensors]:
-        results = program.inner.run(replaced(primals, program.wrt, active), True)
-        return pick(results, program.of), results
-
-    outputs, pull, results = cast(Any, torch.func.vjp(forward, *active, has_aux=True))
-    us = map(torch.ones_like, outputs) if cotangents is None else cotangents
-    grads = pull(tuple(us))
-    return results, [_dense(g, x) for g, x in zip(grads, active, strict=True)]
+    forward = restricted(vjp, primals, functional=True)
+    active = pick(primals, vjp.wrt)
+    grads = torch.func.vjp(forward, *active)[1](tuple(cotangents))
+    return [_dense(g, x) for g, x in zip(grads, active, strict=True)]
 
 
 def is_refusal(error: RuntimeError) -> bool:
@@ -344,12 +235,11 @@ def requires_gradient(tensors: Tensors) -> bool:
 
 
 def gradients(
-    outputs: Tensors, inputs: Tensors, cotangents: Tensors, create_graph: bool, keep: bool = False
+    outputs: Tensors, inputs: Tensors, cotangents: Tensors, create_graph: bool
 ) -> list[torch.Tensor]:
     """`torch.autograd.grad`, with zeros where nothing depends on an input."""
     roots = [y if y.requires_grad else None for y in outputs]
-    pairs = zip(roots, cotangents, strict=True)
-    return _gradients_of(pairs, inputs, create_graph, create_graph or keep)
+    return _gradients_of(zip(roots, cotangents, strict=True), inputs, create_graph, create_graph)
 
 
 def refuse_errors(nodes: Sequence[Any]) -> None:

@@ -74,21 +74,16 @@ def test_core_time_is_the_time_on_a_core():
     assert 0.03 <= call.core_time <= call.duration
 
 
-SEPARATE = ["forward", "backward"]
-
-
 @pytest.mark.parametrize(
     ("transform", "expected"),
     [
         (lambda f: f, ["forward"]),
-        (jax.grad, ["gradient"]),
-        (lambda f: jax.grad(lambda x: (f(x) * x).sum()), ["gradient"]),
-        (lambda f: lambda x: jax.vjp(jax.vmap(f), jnp.stack([x, x]))[1](x[:2]), SEPARATE),
+        (jax.grad, ["forward", "backward"]),
         (lambda f: lambda x: jax.jvp(f, (x,), (x,)), ["forward", "tangent"]),
         (lambda f: lambda x: jax.vmap(f)(x[None]), ["forward"]),
-        (lambda f: lambda x: jax.vmap(jax.grad(f))(x[None]), ["gradient"]),
+        (lambda f: lambda x: jax.vmap(jax.grad(f))(x[None]), ["forward", "backward"]),
     ],
-    ids=["call", "grad", "grad of more", "vjp of vmap", "jvp", "vmap", "vmap of grad"],
+    ids=["call", "grad", "jvp", "vmap", "vmap of grad"],
 )
 def test_kinds(transform, expected):
     program = jax.jit(transform(torch2jax(energy)))
@@ -105,7 +100,7 @@ def test_the_last_derivative_is_the_kind():
         jax.block_until_ready(tangent_of_backward)
     assert_trees_equal(tangent_of_backward, -np.sin(X) * X)
     assert record.events[-1].kind == "tangent"
-    assert "gradient(" in record.events[-1].program
+    assert "vjp(" in record.events[-1].program
     with timeline() as record:
         backward_of_tangent = jax.jit(jax.grad(lambda x: jax.jvp(f, (x,), (x,))[1]))(X)
         jax.block_until_ready(backward_of_tangent)

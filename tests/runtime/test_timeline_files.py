@@ -141,12 +141,8 @@ def test_nothing_cannot_be_drawn():
     assert repr(record).startswith("Timeline of no torch calls: only calls that begin and end")
 
 
-def energies(x):
-    return x.sin()
-
-
 def test_repr_counts_and_sums():
-    f = jax.jit(jax.grad(lambda x: torch2jax(energies)(x).sum()))
+    f = jax.jit(jax.grad(torch2jax(energy)))
     with timeline() as record:
         for _ in range(3):
             f(X).block_until_ready()
@@ -161,7 +157,7 @@ def test_repr_counts_and_sums():
     for kind in ("forward", "backward"):
         spent = [1e3 * call.duration for call in record.events if call.kind == kind]
         assert_trees_equal(
-            shown["energies", kind, 3], (float(sum(spent)), float(np.mean(spent))), atol=1e-3
+            shown["energy", kind, 3], (float(sum(spent)), float(np.mean(spent))), atol=1e-3
         )
 
 
@@ -172,7 +168,7 @@ def test_operations_of_xla_have_the_functions_name():
     @jax.jit
     def program(x):
         with jax.named_scope("outer"):
-            return jax.value_and_grad(lambda x: torch2jax(energies)(x).sum())(x)
+            return jax.value_and_grad(torch2jax(energy))(x)
 
     text = program.lower(X).compile().as_text()
     names = [
@@ -181,8 +177,8 @@ def test_operations_of_xla_have_the_functions_name():
         if "custom-call(" in line
     ]
     forward, backward = sorted(names, key=len)
-    assert forward.endswith("/energies")
-    assert backward.endswith("/energies_backward")
+    assert forward.endswith("/energy")
+    assert backward.endswith("/energy_backward")
     assert all("outer" in name for name in names)
 
 
