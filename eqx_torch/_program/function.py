@@ -397,13 +397,25 @@ class TorchFunction:
         """
         return scripts_near(self.code.near)
 
+    @functools.cached_property
+    def hooks_gradients(self) -> bool:
+        """Whether hooks may change gradients on their way.
+
+        In a batch of `torch.func` nothing seems to require gradients, so that hooks of modules are
+        passed by, and code that asks sets none.
+        """
+        near = (x for x in reachable(self.code.near) if isinstance(x, torch.nn.Module))
+        modules = (module for x in near for module in x.modules())
+        hooked = any(m._backward_hooks or m._backward_pre_hooks for m in modules)
+        return hooked or self.ways_to_write.hooks
+
     def must_loop(self, site: Site, in_axes: Sequence[int | None]) -> bool:
         """Whether a batch with these axes of the inputs has to be computed one by one.
 
         One with a seed for each member is drawn member by member.
         """
         keyed = site.seed is not None and in_axes[site.seed] is not None
-        return keyed or bool(self.scripts)
+        return keyed or bool(self.scripts) or self.hooks_gradients
 
     def misfit(self, site: Site) -> str:
         """What is wrong with the number or the names of a call's arguments; nothing if right."""

@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
+import torch
 
-from eqx_torch import torch2jax
+from eqx_torch import from_torch, j2t, torch2jax
 
 from ..helpers import assert_trees_equal
 from ..helpers.batches import batch_aware, batch_aware_in_jax, every_method, loops
@@ -88,3 +89,33 @@ def test_batched_pullback(getkey):
         return jax.vmap(jax.vjp(f, x)[1])(us)
 
     assert_trees_equal(pulled(f), pulled(lambda x: jnp.sin(x) * x[::-1]))
+
+
+class HookedWithin(torch.nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda g: 0.5 * g)
+        return y.sin()
+
+
+def hooked_from_outside():
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    net[1].register_full_backward_hook(lambda module, inner, outer: (0.5 * inner[0],))
+    return net
+
+
+@pytest.mark.parametrize("make", [lambda: HookedWithin(3, 2), hooked_from_outside])
+def test_hooks_are_not_passed_by_in_a_batch(make, getkey):
+    """In a batch of torch.func no tensor seems to require gradients, and torch sets no hooks."""
+    module = make()
+    x = jax.random.normal(getkey(), (5, 1, 3))
+    inputs = j2t(x).clone().requires_grad_()
+    (expected,) = torch.autograd.grad(module(inputs).sum(), inputs)
+    gradients = jax.vmap(jax.grad(lambda x: from_torch(module)(x).sum()))
+    for _ in range(2):
+        assert_trees_equal(gradients(x), expected, rtol=1e-5)
+    assert_trees_equal(jax.jit(gradients)(x), expected, rtol=1e-5)
+    v = jnp.ones_like(x)
+    f = lambda x: jax.vmap(from_torch(module))(x).sum()  # noqa: E731
+    assert_trees_equal(jax.jvp(f, (x,), (v,))[1], expected.sum(), rtol=1e-4)
