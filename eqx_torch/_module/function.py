@@ -115,8 +115,10 @@ class ModuleCode:
                 check_generator(self.name, self.edits.cuts, arrays[seed].device)
             parameters = arrays[:count]
             tried = learnt.written is not None
+            if self._reads_flags:
+                self._check_flags(parameters, functional)
             if self._reads_flags or not (tried or functional):
-                parameters = self._flagged(parameters, functional)
+                parameters = self._flagged(parameters)
             # To look for what a call leaves behind takes long, and one look tells whether it does.
             usual = habits.get(functional)
             seen = () if functional else parameters
@@ -131,7 +133,7 @@ class ModuleCode:
                 result = self._run(skeleton, args, kwargs, mode, self._held.items.append)
             if isinstance(flags, FlagReads) and flags.any:
                 self._reads_flags = True
-                self._flagged(parameters, functional)
+                self._check_flags(parameters, functional)
             new_state = skeleton.state()
             changed = skeleton.changed_constants()
             if changed:
@@ -267,25 +269,29 @@ class ModuleCode:
             )
         return result
 
-    def _flagged(self, parameters: Tensors, functional: bool) -> list[torch.Tensor]:
-        """The parameters, requiring gradients where torch's do, for code that asks.
+    def _flagged(self, parameters: Tensors) -> list[torch.Tensor]:
+        """The parameters, requiring gradients where torch's do."""
+        pairs = zip(parameters, self.blueprint.parameters, strict=True)
+        return [
+            p.detach().requires_grad_() if own.requires_grad and not p.requires_grad else p
+            for p, own in pairs
+        ]
+
+    def _check_flags(self, parameters: Tensors, functional: bool) -> None:
+        """Raises where code that asks if parameters require gradients would be told otherwise.
 
         Raises:
             ModuleError: one is frozen in torch, but the call is differentiated with respect to it.
             RuntimeError: a transformation of torch.func is active, which allows no such flags.
         """
-        pairs = list(zip(parameters, self.blueprint.parameters, strict=True))
-        if self._reads_flags:
-            if functional:
-                raise RuntimeError("the code asks whether parameters require gradients")
-            named = zip(self.blueprint.names.parameters, pairs, strict=True)
-            frozen = [n for n, (p, own) in named if p.requires_grad and not own.requires_grad]
-            if frozen:
-                raise ModuleError(_frozen(self.name, first(frozen)))
-        return [
-            p.detach().requires_grad_() if own.requires_grad and not p.requires_grad else p
-            for p, own in pairs
-        ]
+        if functional:
+            raise RuntimeError("the code asks whether parameters require gradients")
+        triples = zip(
+            self.blueprint.names.parameters, parameters, self.blueprint.parameters, strict=True
+        )
+        frozen = [n for n, p, own in triples if p.requires_grad and not own.requires_grad]
+        if frozen:
+            raise ModuleError(_frozen(self.name, first(frozen)))
 
     def _unseeded(self, inference: bool) -> contextlib.AbstractContextManager[None]:
         return _UNCHANGED if inference in self._quiet else self._tried(inference)
